@@ -1,0 +1,5 @@
+"""Runs the command line as `python -m stratagem`."""
+
+from stratagem.cli import main
+
+main()

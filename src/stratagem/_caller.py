@@ -1,0 +1,40 @@
+"""Finds the line of the user's program that led here.
+
+Owns the walk up the stack past stratagem's own frames; errors and warnings name that line.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+_PACKAGE = str(Path(__file__).parent)
+
+
+def calling_line() -> str:
+    """The nearest caller outside stratagem, as `train.py:12`."""
+    frame = _calling_frame()
+    return f"{_shortened(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """Warns at the nearest caller outside stratagem."""
+    frame = _calling_frame()
+    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno)
+
+
+def _calling_frame() -> FrameType:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _is_ours(filename: str) -> bool:
+    # contextlib stands between a `with` line and the generator that serves it.
+    return filename.startswith(_PACKAGE) or filename.endswith("contextlib.py")
+
+
+def _shortened(filename: str) -> str:
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename

@@ -1,0 +1,39 @@
+"""Puts the subcommands together and turns errors into one line and an exit code."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from stratagem import __version__
+from stratagem.cli.devices import devices
+from stratagem.errors import StratagemError
+
+_USER_ERROR = 2
+
+app = typer.Typer(name="stratagem", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(devices)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"stratagem {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def stratagem(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and stop.")
+    ] = False,
+) -> None:
+    """One training program on one device, on many devices or on many machines."""
+
+
+def main() -> None:
+    """The entry point of the `stratagem` command."""
+    try:
+        app()
+    except StratagemError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(_USER_ERROR)

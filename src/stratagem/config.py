@@ -1,0 +1,157 @@
+"""Lists, chooses, divides and limits the devices of this process: `sg.config`.
+
+The functions have TensorFlow's names and meanings. Each speaks to the inventory of this process
+(`devices.inventory`); nothing is kept here. A configuration can be changed until devices are in use.
+"""
+
+from collections.abc import Sequence
+
+from stratagem.devices import serving
+from stratagem.devices.device import (
+    DeviceDetails,
+    LogicalDevice,
+    LogicalDeviceConfiguration,
+    PhysicalDevice,
+)
+from stratagem.devices.inventory import this_process
+from stratagem.devices.lookup import DeviceLike
+
+__all__ = [
+    "LogicalDeviceConfiguration",
+    "VirtualDeviceConfiguration",
+    "get_device_details",
+    "get_logical_device_configuration",
+    "get_memory_growth",
+    "get_memory_info",
+    "get_visible_devices",
+    "list_logical_devices",
+    "list_physical_devices",
+    "reset_memory_stats",
+    "set_logical_device_configuration",
+    "set_memory_growth",
+    "set_visible_devices",
+    "simulate_devices",
+]
+
+VirtualDeviceConfiguration = LogicalDeviceConfiguration
+"""TensorFlow's older name for the same."""
+
+
+def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice]:
+    """Every device of this machine that this process may use, without taking memory on any.
+
+    Args:
+        device_type: Only this kind: `CPU`, `GPU` (CUDA or ROCm), `XPU` or `MPS`.
+    Example:
+        >>> list_physical_devices("CPU")
+        [PhysicalDevice(name='/physical_device:CPU:0', device_type='CPU')]
+    """
+    return this_process().physical(device_type)
+
+
+def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
+    """The devices that programs address: all visible ones, as they are divided now.
+
+    Example:
+        >>> [device.name for device in list_logical_devices("CPU")]
+        ['/device:CPU:0']
+    """
+    return this_process().logical(device_type)
+
+
+def get_device_details(device: DeviceLike) -> DeviceDetails:
+    """The model, memory, cores and compute capability of a physical device."""
+    return this_process().details(device)
+
+
+def get_visible_devices(device_type: str | None = None) -> list[PhysicalDevice]:
+    """The physical devices that are divided into logical ones."""
+    return this_process().visible(device_type)
+
+
+def set_visible_devices(devices: DeviceLike | Sequence[DeviceLike], device_type: str | None = None) -> None:
+    """Hides every device but these; those left are numbered from 0 in the order given.
+
+    Args:
+        devices: Physical devices or their names; an empty list hides a whole kind.
+        device_type: Change only this kind. Without it, accelerators of every kind are hidden
+            unless they are listed. The CPU always stays.
+    Raises:
+        DeviceConfigurationError: A device is listed twice, is of another kind, or none is listed.
+        DevicesInUseError: Devices are in use.
+    """
+    this_process().set_visible(devices, device_type)
+
+
+def set_logical_device_configuration(device: DeviceLike, logical_devices: Sequence[LogicalDeviceConfiguration]) -> None:
+    """Divides a physical device into logical ones, in place of any earlier division.
+
+    Args:
+        device: A physical device or its name.
+        logical_devices: One entry for each share.
+    Raises:
+        DeviceConfigurationError: The shares ask for more than the device has.
+        DevicesInUseError: Devices are in use.
+    Example:
+        >>> half = LogicalDeviceConfiguration(memory_limit=512)
+        >>> set_logical_device_configuration("cpu:0", [half, half])
+        >>> [device.name for device in list_logical_devices("CPU")]
+        ['/device:CPU:0', '/device:CPU:1']
+    """
+    this_process().configure(device, logical_devices)
+
+
+def get_logical_device_configuration(device: DeviceLike) -> list[LogicalDeviceConfiguration] | None:
+    """How a physical device is divided; `None` if it is not."""
+    return this_process().configuration(device)
+
+
+def set_memory_growth(device: DeviceLike, enable: bool) -> None:
+    """Whether a GPU's memory is taken when needed (the default here), or all of it at the start.
+
+    Can be combined with a limit: then growth goes up to the limit.
+    """
+    this_process().set_growth(device, enable)
+
+
+def get_memory_growth(device: DeviceLike) -> bool:
+    """Whether a GPU's memory is taken when needed."""
+    return this_process().growth(device)
+
+
+def get_memory_info(device: DeviceLike) -> dict[str, int]:
+    """What this process holds on a logical device, in bytes: `current`, and the most as `peak`.
+
+    On a GPU that is what tensors take; on a share of the CPU, what the process holds since it
+    began to serve it.
+
+    Example:
+        >>> sorted(get_memory_info("cpu:0"))
+        ['current', 'peak']
+    """
+    return serving.memory_info(device, this_process())
+
+
+def reset_memory_stats(device: DeviceLike) -> None:
+    """Lets the peak of `get_memory_info` start again from what is held now."""
+    serving.reset_memory_stats(device, this_process())
+
+
+def simulate_devices(device_type: str, count: int, memory_limit: float | None = None) -> list[PhysicalDevice]:
+    """Makes devices for a machine without any: shares of the CPU that behave like real ones.
+
+    They take the place of all devices of that kind, so that a program meets the same ones on
+    every machine. `STRATAGEM_SIMULATE=gpu:4` does the same from outside.
+
+    Args:
+        device_type: The kind to simulate, such as `GPU`.
+        count: How many.
+        memory_limit: The memory of each, in MiB; by default an even share of the machine's.
+    Raises:
+        DeviceConfigurationError: Together they have more memory than the machine.
+        DevicesInUseError: Devices are in use.
+    Example:
+        >>> simulate_devices("GPU", 2, memory_limit=256)[1]
+        PhysicalDevice(name='/physical_device:GPU:1', device_type='GPU', simulated=True)
+    """
+    return this_process().simulate(device_type, count, memory_limit)

@@ -1,0 +1,266 @@
+"""Keeps the devices of this process: which exist, which are visible, how they are divided.
+
+Owns the process-wide configuration, the rule that it is frozen while devices are in use, and the
+look-up of a device by name. Reads hardware through `host` and `accelerators`; the arithmetic of
+shares is `division`'s, readings and limits of memory are `memory`'s and `serving`'s.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import torch
+
+from stratagem import _env
+from stratagem._caller import calling_line, warn_caller
+from stratagem.devices import absence, lookup, masks, simulated
+from stratagem.devices.accelerators import Accelerator, of_this_machine
+from stratagem.devices.device import DeviceDetails, LogicalDevice, LogicalDeviceConfiguration, PhysicalDevice
+from stratagem.devices.division import Share, divide, split_cores
+from stratagem.devices.host import Host
+from stratagem.devices.lookup import DeviceLike
+from stratagem.devices.simulated import Simulation
+from stratagem.devices.spec import CPU, GPU, KINDS, parse_kind
+from stratagem.errors import DeviceConfigurationError, DevicesInUseError, DeviceTypeError, DeviceWarning
+
+
+@final
+class Inventory:
+    """All devices of one process and their configuration.
+
+    Args:
+        host: The machine.
+        accelerators: What torch knows of its accelerators; by default all of torch's kinds.
+    """
+
+    def __init__(self, host: Host | None = None, accelerators: Sequence[Accelerator] | None = None) -> None:
+        self.host = host or Host()
+        self._accelerators = {each.kind: each for each in accelerators or of_this_machine()}
+        self._simulated: dict[str, Simulation] = {}
+        self._visible: dict[str, tuple[PhysicalDevice, ...]] = {}
+        self._parts: dict[PhysicalDevice, tuple[LogicalDeviceConfiguration, ...]] = {}
+        self._growth: dict[PhysicalDevice, bool] = {}
+        self._uses: list[str] = []
+        self._warned: set[str] = set()
+
+    # What exists
+
+    def physical(self, kind: str | None = None) -> list[PhysicalDevice]:
+        """Every device, of one kind or of all, the CPU first."""
+        return [device for each in _kinds(kind) for device in self._physical_of(each)]
+
+    def details(self, device: DeviceLike) -> DeviceDetails:
+        """What the hardware is; on a real accelerator this wakes its driver, but takes no memory."""
+        return self._details(self.find_physical(device))
+
+    def accelerator(self, device: PhysicalDevice) -> Accelerator | None:
+        """Who answers for a real accelerator; `None` for the CPU and what it simulates."""
+        return None if device.simulated else self._accelerators.get(device.device_type)
+
+    def simulate(self, kind: str, count: int, memory_limit: float | None = None) -> list[PhysicalDevice]:
+        """Puts simulated devices in the place of all devices of that kind."""
+        simulation = Simulation(kind, count, memory_limit)
+        simulation.details(self.host.total_memory_bytes(), len(self.host.cores()))
+        self._require_unused(f"simulate_devices({kind!r}, {count})")
+        self._simulated[simulation.kind] = simulation
+        self._visible.pop(simulation.kind, None)
+        for configured in (self._parts, self._growth):
+            for device in [each for each in configured if each.device_type == simulation.kind]:
+                del configured[device]
+        return self.physical(simulation.kind)
+
+    # What is visible
+
+    def visible(self, kind: str | None = None) -> list[PhysicalDevice]:
+        """The physical devices that become logical ones."""
+        return [device for each in _kinds(kind) for device in self._visible.get(each, self._physical_of(each))]
+
+    def set_visible(self, devices: DeviceLike | Sequence[DeviceLike], kind: str | None = None) -> None:
+        """Hides every other device of the kind, or, without a kind, every other accelerator."""
+        kinds = [each for each in _kinds(kind) if kind is not None or each != CPU]
+        chosen = [self.find_physical(device) for device in lookup.as_list(devices)]
+        lookup.refuse_twins(chosen)
+        if not chosen and kind is None:
+            raise DeviceConfigurationError(
+                "devices must not be empty; to hide every GPU write set_visible_devices([], 'GPU')"
+            )
+        if not chosen and kinds == [CPU]:
+            raise DeviceConfigurationError("the CPU cannot be hidden: the program itself runs on it")
+        for device in chosen:
+            if kind is not None and device.device_type not in kinds:
+                raise DeviceConfigurationError(
+                    f"{device.name} is not a {kinds[0]}; leave the kind out to choose devices of several kinds"
+                )
+        self._require_unused("set_visible_devices()")
+        for each in kinds:
+            self._visible[each] = tuple(device for device in chosen if device.device_type == each)
+
+    # How it is divided
+
+    def configure(self, device: DeviceLike, parts: Sequence[LogicalDeviceConfiguration]) -> None:
+        """Divides one physical device."""
+        physical = self.find_physical(device)
+        divide(physical, self._details(physical), self._cores(physical), parts)
+        self._require_unused(f"set_logical_device_configuration({physical.name!r}, ...)")
+        self._parts[physical] = tuple(parts)
+
+    def configuration(self, device: DeviceLike) -> list[LogicalDeviceConfiguration] | None:
+        """How it was divided; `None` if it was not."""
+        parts = self._parts.get(self.find_physical(device))
+        return None if parts is None else list(parts)
+
+    def set_growth(self, device: DeviceLike, grows: bool) -> None:
+        """Whether an accelerator's memory is taken when needed (the default) or all at the start."""
+        physical = self._require_accelerator(device)
+        if type(grows) is not bool:
+            raise DeviceTypeError(f"memory growth is True or False, got {grows!r}")
+        self._require_unused(f"set_memory_growth({physical.name!r}, {grows})")
+        self._growth[physical] = grows
+
+    def growth(self, device: DeviceLike) -> bool:
+        return self._growth.get(self._require_accelerator(device), True)
+
+    def logical(self, kind: str | None = None) -> list[LogicalDevice]:
+        """What programs address: the shares of all visible devices, each kind numbered from 0."""
+        devices = []
+        for each in _kinds(kind):
+            shares = [(device, share) for device in self.visible(each) for share in self._shares(device)]
+            devices += [self._logical_device(index, *share) for index, share in enumerate(shares)]
+        return devices
+
+    # Finding one by name
+
+    def resolve(self, device: DeviceLike) -> LogicalDevice:
+        """The logical device of that name, in any spelling; without an index, the first of its kind."""
+        if isinstance(device, PhysicalDevice):
+            raise DeviceTypeError(f"{device!r} is a physical device; name a logical one such as 'cpu:0'")
+        spec = lookup.local_spec(device)
+        return lookup.find(device, spec, self.logical(spec.device_type), self._why_none(spec.device_type))
+
+    def select(self, devices: Sequence[DeviceLike] | None = None) -> tuple[LogicalDevice, ...]:
+        """The devices of a list of names, or all of the best kind: accelerators before the CPU."""
+        if devices is None:
+            return tuple(next(filter(None, map(self.logical, (*KINDS[1:], CPU)))))
+        if isinstance(devices, str) or not isinstance(devices, Sequence):
+            raise DeviceTypeError(f"devices must be a list of device names such as ['cpu:0'], got {devices!r}")
+        chosen = tuple(map(self.resolve, devices))
+        if not chosen:
+            raise DeviceConfigurationError(
+                f"devices must not be empty; leave it out to use all {len(self.select())} devices"
+            )
+        lookup.refuse_twins(chosen)
+        return chosen
+
+    def find_physical(self, device: DeviceLike) -> PhysicalDevice:
+        """The physical device of that name, in any spelling."""
+        if isinstance(device, LogicalDevice):
+            raise DeviceTypeError(f"{device!r} is a logical device; its hardware is {device.physical!r}")
+        spec = lookup.local_spec(device)
+        return lookup.find(device, spec, self.physical(spec.device_type), self._why_none(spec.device_type))
+
+    # Being in use
+
+    @contextlib.contextmanager
+    def in_use(self, by: str) -> Iterator[None]:
+        """Freezes the configuration for as long as the block lasts; `by` is what a user wrote."""
+        use = f"{by} at {calling_line()}"
+        self._uses.append(use)
+        try:
+            yield
+        finally:
+            self._uses.remove(use)
+
+    def _require_unused(self, change: str) -> None:
+        if self._uses:
+            raise DevicesInUseError(
+                f"{change} came too late: devices are in use by {self._uses[0]}; "
+                f"configure them before that line, or after that use has ended"
+            )
+
+    # Parts of the above
+
+    def _why_none(self, kind: str | None) -> str | None:
+        """Why the machine has no device of that kind, simulated ones included; `None` if it has."""
+        if kind is None or self.physical(kind) or kind in self._simulations():
+            return None
+        return absence.why_none(kind, self.host)
+
+    def _simulations(self) -> dict[str, Simulation]:
+        return simulated.read_variable(_env.simulate()) | self._simulated
+
+    def _physical_of(self, kind: str) -> list[PhysicalDevice]:
+        if kind == CPU:
+            return [PhysicalDevice(CPU, 0)]
+        if simulation := self._simulations().get(kind):
+            return [PhysicalDevice(kind, index, simulated=True) for index in range(len(self._mask(simulation)))]
+        if kind == GPU and (num_gpus := self.host.num_nvidia_gpus()):
+            self._warn_once(masks.apply(_env.cuda_visible_devices(), num_gpus).complaint)
+        return [PhysicalDevice(kind, index) for index in range(self._accelerators[kind].count())]
+
+    def _mask(self, simulation: Simulation) -> tuple[int, ...]:
+        """Which of the simulated devices are behind the renumbered visible ones."""
+        text = _env.cuda_visible_devices() if simulation.kind == GPU else None
+        mask = masks.apply(text, simulation.count)
+        self._warn_once(mask.complaint)
+        return mask.indices
+
+    def _warn_once(self, complaint: str | None) -> None:
+        if complaint and complaint not in self._warned:
+            self._warned.add(complaint)
+            warn_caller(complaint, DeviceWarning)
+
+    def _details(self, device: PhysicalDevice) -> DeviceDetails:
+        if accelerator := self.accelerator(device):
+            return accelerator.details(device.index)
+        host_memory_bytes, num_cores = self.host.total_memory_bytes(), len(self.host.cores())
+        if device.simulated:
+            return self._simulations()[device.device_type].details(host_memory_bytes, num_cores)
+        return DeviceDetails(self.host.model_name(), host_memory_bytes, num_cores)
+
+    def _cores(self, device: PhysicalDevice) -> tuple[int, ...]:
+        """The CPU cores behind a device."""
+        if device.device_type == CPU:
+            return self.host.cores()
+        if not device.simulated:
+            return ()
+        simulation = self._simulations()[device.device_type]
+        return split_cores(self.host.cores(), simulation.count)[self._mask(simulation)[device.index]]
+
+    def _shares(self, device: PhysicalDevice) -> list[Share]:
+        parts = self._parts.get(device)
+        if parts is None and self.accelerator(device):
+            return [Share(cores=(), memory_limit_bytes=None)]  # without waking the driver for its details
+        return divide(device, self._details(device), self._cores(device), parts)
+
+    def _logical_device(self, index: int, device: PhysicalDevice, share: Share) -> LogicalDevice:
+        accelerator = self.accelerator(device)
+        return LogicalDevice(
+            device_type=device.device_type,
+            index=index,
+            physical=device,
+            torch_device=torch.device(accelerator.torch_type, device.index) if accelerator else torch.device("cpu"),
+            cores=share.cores,
+            num_threads=self.host.num_threads(len(share.cores)) if share.cores else None,
+            memory_limit_bytes=share.memory_limit_bytes,
+            memory_growth=self._growth.get(device, True),
+        )
+
+    def _require_accelerator(self, device: DeviceLike) -> PhysicalDevice:
+        physical = self.find_physical(device)
+        if physical.device_type == CPU:
+            raise DeviceConfigurationError(
+                f"memory growth is a setting of GPUs, got {physical.name}; memory of a CPU always grows when needed"
+            )
+        return physical
+
+
+def this_process() -> Inventory:
+    """The inventory that `sg.config` shows and changes."""
+    return _THIS_PROCESS
+
+
+def _kinds(kind: str | None) -> tuple[str, ...]:
+    return KINDS if kind is None else (parse_kind(kind),)
+
+
+_THIS_PROCESS = Inventory()

@@ -1,0 +1,197 @@
+"""Makes this process the one that serves a logical device: its cores, threads and memory.
+
+Owns the order in which these are applied and put back, and the memory readings of what is served.
+A replica process serves its device for life; a program may serve one for a while.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from stratagem._caller import warn_caller
+from stratagem.devices.accelerators import Accelerator
+from stratagem.devices.device import LogicalDevice, mib
+from stratagem.devices.host import Host
+from stratagem.devices.inventory import Inventory, this_process
+from stratagem.devices.lookup import DeviceLike
+from stratagem.devices.memory import OutOfMemoryError, limited, naming
+from stratagem.devices.spec import CPU
+from stratagem.errors import DeviceError, DevicesInUseError, DeviceWarning
+
+
+@dataclasses.dataclass(frozen=True)
+class _Served:
+    """A share of the CPU and what this process already held when it began to serve it."""
+
+    device: LogicalDevice
+    baseline_bytes: int
+
+
+_served: list[_Served] = []
+
+
+@contextlib.contextmanager
+def serve(device: DeviceLike, *, inventory: Inventory | None = None) -> Iterator[LogicalDevice]:
+    """Runs the block on one logical device: on its cores, with its threads, within its memory limit.
+
+    A share of the CPU (or a simulated GPU) counts what this process takes from now on; going over
+    the limit raises `OutOfMemoryError` and the process lives on. On a real GPU torch's allocator
+    holds the limit. Everything is put back when the block ends.
+
+    Args:
+        device: A logical device or its name.
+        inventory: Where to look names up; by default this process' own.
+    Raises:
+        DeviceNotFoundError: There is no such device.
+        DevicesInUseError: This process serves a device already.
+        OutOfMemoryError: The block asked for more memory than the device has.
+    Example:
+        >>> import torch
+        >>> with serve("cpu:0") as device:
+        ...     print(device.name, torch.ones(2).sum())
+        /device:CPU:0 tensor(2.)
+    """
+    inventory = inventory or this_process()
+    logical = inventory.resolve(device)
+    if _served:
+        raise DevicesInUseError(
+            f"this process serves {_served[-1].device.name} and cannot serve {logical.name} too; leave that block first"
+        )
+    accelerator = inventory.accelerator(logical.physical)
+    hardware = _on_accelerator(logical, accelerator) if accelerator else _on_host(logical, inventory.host)
+    with inventory.in_use(f"serve({logical.name!r})"), hardware:
+        yield logical
+
+
+def memory_info(device: DeviceLike, inventory: Inventory) -> dict[str, int]:
+    """What this process holds on a device, in bytes: `current`, and the most so far as `peak`."""
+    logical = inventory.resolve(device)
+    if accelerator := inventory.accelerator(logical.physical):
+        return accelerator.memory_info(logical.physical.index)
+    baseline = _baseline_bytes(logical, inventory)
+    return {
+        "current": max(0, inventory.host.process_memory_bytes() - baseline),
+        "peak": max(0, inventory.host.process_peak_bytes() - baseline),
+    }
+
+
+def reset_memory_stats(device: DeviceLike, inventory: Inventory) -> None:
+    """Lets the peak of a device start again from what is held now."""
+    logical = inventory.resolve(device)
+    if accelerator := inventory.accelerator(logical.physical):
+        accelerator.reset_peak(logical.physical.index)
+    else:
+        _baseline_bytes(logical, inventory)
+        inventory.host.reset_process_peak()
+
+
+def _baseline_bytes(device: LogicalDevice, inventory: Inventory) -> int:
+    """What does not count as the device's; an undivided CPU counts all that the process holds."""
+    for served in _served:
+        if served.device == device:
+            return served.baseline_bytes
+    if device.device_type == CPU and len(inventory.logical(CPU)) == 1:
+        return 0
+    raise DeviceError(
+        f"this process does not serve {device.name}, so it has no memory reading of it; "
+        f"ask inside `with serve({device.name!r})` or in the process that serves it"
+    )
+
+
+@contextlib.contextmanager
+def _on_host(device: LogicalDevice, host: Host) -> Iterator[None]:
+    """Cores first, so that threads are born on them; then threads, which cost memory; then the limit."""
+    _require_available(device, host)
+    with _pinned(device.cores), _threads(device.num_threads or len(device.cores)):
+        with contextlib.suppress(DeviceError):  # where the peak cannot be reset, it counts from the start
+            host.reset_process_peak()
+        baseline_data_bytes = host.process_data_bytes() if host.reads_memory() else 0
+        _served.append(_Served(device, host.process_memory_bytes() if host.reads_memory() else 0))
+        try:
+            with naming(device, lambda: host.process_data_bytes() - baseline_data_bytes), _limit(device, host):
+                yield
+        finally:
+            _served.pop()
+
+
+@contextlib.contextmanager
+def _on_accelerator(device: LogicalDevice, accelerator: Accelerator) -> Iterator[None]:
+    index, limit_bytes = device.physical.index, device.memory_limit_bytes
+    with accelerator.selected(index), contextlib.ExitStack() as put_back:
+        put_back.enter_context(naming(device, lambda: accelerator.memory_info(index)["current"]))
+        if limit_bytes is not None:
+            put_back.callback(accelerator.limit_memory, index, 1.0)
+            accelerator.limit_memory(index, limit_bytes / accelerator.details(index).total_memory_bytes)
+        if not device.memory_growth:
+            accelerator.reserve(index, limit_bytes)
+        yield
+
+
+def _require_available(device: LogicalDevice, host: Host) -> None:
+    """Without growth, all of the limit must be there at the start, as on a real accelerator."""
+    used_bytes, limit_bytes = host.used_memory_bytes(), device.memory_limit_bytes
+    if device.memory_growth or limit_bytes is None or used_bytes is None:
+        return
+    free_bytes = host.total_memory_bytes() - used_bytes
+    if limit_bytes > free_bytes:
+        raise OutOfMemoryError(
+            f"out of memory on {device.name}: without memory growth it takes its limit of {mib(limit_bytes)} "
+            f"at the start, {mib(free_bytes)} are free. Lower memory_limit, or set_memory_growth(..., True)"
+        )
+
+
+@contextlib.contextmanager
+def _pinned(cores: tuple[int, ...]) -> Iterator[None]:
+    """Moves every thread of this process to the cores; threads born meanwhile are set free with the rest."""
+    if not hasattr(os, "sched_setaffinity"):  # macOS leaves cores to its scheduler
+        yield
+        return
+    before = {thread: os.sched_getaffinity(thread) for thread in _threads_of_this_process()}
+    own = os.sched_getaffinity(0)
+    for thread in before:
+        _move(thread, set(cores))
+    try:
+        yield
+    finally:
+        for thread in _threads_of_this_process():
+            _move(thread, before.get(thread, own))
+
+
+def _threads_of_this_process() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc/self/task").iterdir()]
+
+
+def _move(thread: int, cores: set[int]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended since it was listed
+        os.sched_setaffinity(thread, cores)
+
+
+@contextlib.contextmanager
+def _threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    # OpenMP ends the whole process when it cannot create a thread, so all are born before the limit.
+    torch.zeros(num_threads * 2**16).add_(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _limit(device: LogicalDevice, host: Host) -> Iterator[None]:
+    if device.memory_limit_bytes is None:
+        yield
+    elif host.reads_memory():
+        with limited(device.memory_limit_bytes, host):
+            yield
+    else:
+        warn_caller(
+            f"the memory limit of {device.name} is not enforced: this system has no /proc to count memory with",
+            DeviceWarning,
+        )
+        yield

@@ -1,0 +1,80 @@
+"""Describes accelerators that do not exist: shares of the CPU that behave like them.
+
+Owns the form of `STRATAGEM_SIMULATE` and the rules for how many and how large.
+Where they appear and how they are masked and divided is `inventory`'s and `division`'s.
+"""
+
+import dataclasses
+
+from stratagem._env import SIMULATE
+from stratagem.devices.device import MIB, DeviceDetails, check_memory_limit, mib
+from stratagem.devices.spec import CPU, parse_kind
+from stratagem.errors import DeviceConfigurationError, EnvironmentVariableError, StratagemError
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """So many devices of one kind, with so much memory each.
+
+    Args:
+        kind: Which accelerators, such as `GPU`.
+        count: How many.
+        memory_limit: The memory of each in MiB; by default an even share of the machine's.
+    """
+
+    kind: str
+    count: int
+    memory_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", parse_kind(self.kind))
+        if self.kind == CPU:
+            raise DeviceConfigurationError(
+                "a CPU is divided, not simulated; use set_logical_device_configuration"
+                "('cpu:0', [LogicalDeviceConfiguration()] * n)"
+            )
+        if type(self.count) is not int or self.count < 1:
+            raise DeviceConfigurationError(
+                f"the number of simulated devices must be a whole number from 1 up, got {self.count!r}"
+            )
+        check_memory_limit(self.memory_limit)
+
+    def details(self, host_memory_bytes: int, num_cores: int) -> DeviceDetails:
+        """What each of the devices is, on a machine with so much memory and so many cores."""
+        memory_bytes = host_memory_bytes // self.count if self.memory_limit is None else int(self.memory_limit * MIB)
+        if memory_bytes < MIB:
+            raise DeviceConfigurationError(
+                f"{self.count} simulated {self.kind}s would have less than 1 MiB each; simulate fewer"
+            )
+        if memory_bytes * self.count > host_memory_bytes:
+            raise DeviceConfigurationError(
+                f"{self.count} simulated {self.kind}s of {mib(memory_bytes)} need {mib(memory_bytes * self.count)}, "
+                f"this machine has {mib(host_memory_bytes)}; lower memory_limit or their number"
+            )
+        return DeviceDetails(f"simulated {self.kind}", memory_bytes, num_cores=max(1, num_cores // self.count))
+
+
+def read_variable(text: str | None) -> dict[str, Simulation]:
+    """Reads `STRATAGEM_SIMULATE`: `KIND:COUNT` or `KIND:COUNT:MIB`, separated by commas.
+
+    Example:
+        >>> read_variable("gpu:4:512")
+        {'GPU': Simulation(kind='GPU', count=4, memory_limit=512)}
+    """
+    simulations: dict[str, Simulation] = {}
+    for entry in (text or "").split(","):
+        if not entry.strip():
+            continue
+        try:
+            kind, count, *memory_limit = entry.split(":", 2)
+            simulation = Simulation(kind, int(count), *map(int, memory_limit))
+        except ValueError as error:
+            why = f" ({error})" if isinstance(error, StratagemError) else ""
+            raise EnvironmentVariableError(
+                f"{SIMULATE}={text!r}: {entry.strip()!r} is not KIND:COUNT or KIND:COUNT:MIB{why}. "
+                f"Example: {SIMULATE}=gpu:4 or {SIMULATE}=gpu:4:512"
+            ) from error
+        if simulation.kind in simulations:
+            raise EnvironmentVariableError(f"{SIMULATE}={text!r} gives {simulation.kind} twice; give it once")
+        simulations[simulation.kind] = simulation
+    return simulations

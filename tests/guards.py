@@ -1,0 +1,100 @@
+"""Fails every test that leaves something behind, or that changes the process for the next one."""
+
+import ctypes
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+_PR_SET_CHILD_SUBREAPER = 36
+_GRACE_S = 3.0
+
+
+def adopt_orphans() -> None:
+    """Makes processes whose parent has died children of this one, so that they are seen."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Compares what exists after each test with what existed before it."""
+    before = {what: look() for what, look in _LOOKS.items()}
+    yield
+    deadline = time.monotonic() + _GRACE_S
+    while (left := _left(before)) and time.monotonic() < deadline:
+        time.sleep(0.01)  # something that is ending is given a moment
+    if left:
+        pytest.fail("the test left behind: " + "; ".join(left))
+
+
+def _left(before: dict[str, frozenset[str]]) -> list[str]:
+    found = []
+    for what, look in _LOOKS.items():
+        now = look()
+        if new := now - before[what]:
+            found.append(f"{what} {sorted(new)}")
+        if what == "environment" and (gone := before[what] - now):
+            found.append(f"missing {what} {sorted(gone)}")
+    return found
+
+
+def _processes() -> frozenset[str]:
+    children = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            pid, _, rest = stat.read_text().partition(" ")
+            name, _, fields = rest.rpartition(") ")
+        except OSError:
+            continue  # it has ended since it was listed
+        if fields.split()[1] == str(os.getpid()):
+            children.append(f"{pid} {name.lstrip('(')}")
+    return frozenset(children)
+
+
+def _shared_memory() -> frozenset[str]:
+    return frozenset(os.listdir("/dev/shm"))
+
+
+def _threads() -> frozenset[str]:
+    return frozenset(f"{thread.name}#{thread.ident}" for thread in threading.enumerate())
+
+
+def _sockets() -> frozenset[str]:
+    links = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(os.readlink(descriptor))
+        except OSError:
+            continue  # the descriptor of this very listing
+    return frozenset(link for link in links if link.startswith("socket:"))
+
+
+def _environment() -> frozenset[str]:
+    return frozenset(f"{name}={value}" for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST")
+
+
+def _settings() -> frozenset[str]:
+    """What a program may set for its whole process, and a test must put back."""
+    return frozenset(
+        [
+            f"cores {sorted(os.sched_getaffinity(0))}",
+            f"data limit {resource.getrlimit(resource.RLIMIT_DATA)}",
+            f"torch threads {torch.get_num_threads()}",
+            f"folder {os.getcwd()}",
+        ]
+    )
+
+
+_LOOKS: dict[str, Callable[[], frozenset[str]]] = {
+    "processes": _processes,
+    "shared memory": _shared_memory,
+    "threads": _threads,
+    "sockets": _sockets,
+    "environment": _environment,
+    "settings": _settings,
+}
