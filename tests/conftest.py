@@ -15,7 +15,7 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def inventory(monkeypatch: pytest.MonkeyPatch, nothing_left_behind: None) -> Inventory:
+def inventory(nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> Inventory:
     """The inventory of this process, as it is in a program that has just begun."""
     for variable in (_env.SIMULATE, _env.CUDA_VISIBLE_DEVICES):
         monkeypatch.delenv(variable, raising=False)

@@ -51,7 +51,12 @@ def _processes() -> frozenset[str]:
             name, _, fields = rest.rpartition(") ")
         except OSError:
             continue  # it has ended since it was listed
-        if fields.split()[1] == str(os.getpid()):
+        state, parent = fields.split()[:2]
+        if parent != str(os.getpid()):
+            continue
+        if state == "Z":
+            os.waitpid(int(pid), os.WNOHANG)  # it has ended; the ones adopted have nobody else to bury them
+        else:
             children.append(f"{pid} {name.lstrip('(')}")
     return frozenset(children)
 

@@ -60,7 +60,9 @@ def test_simulated_memory_is_an_even_share_by_default() -> None:
 
 
 def test_simulated_memory_must_fit_into_the_machine() -> None:
-    with pytest.raises(DeviceConfigurationError, match=r"4 simulated GPUs of 3 GiB need 12 GiB, this machine has 8 GiB"):
+    with pytest.raises(
+        DeviceConfigurationError, match=r"4 simulated GPUs of 3 GiB need 12 GiB, this machine has 8 GiB"
+    ):
         Simulation("GPU", 4, 3072).details(8 * GIB, 2)
     with pytest.raises(DeviceConfigurationError, match="less than 1 MiB each"):
         Simulation("GPU", 10_000).details(8 * GIB, 2)

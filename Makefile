@@ -1,0 +1,45 @@
+# Every target sets up .venv by itself; nothing else is needed than make and Python 3.11 or later.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench clean
+
+help:  ## Show the targets
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' Makefile | expand -t 10
+
+setup: $(READY)  ## Make .venv with everything that the other targets need
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; name it with make PYTHON=...")'
+	@echo "setting up $(VENV) (once, and again when its requirements change)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(RUN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## Show the devices and train a model on one of them
+	@$(RUN)/stratagem devices
+	@$(RUN)/python examples/one_device.py
+
+test: $(READY)  ## Run all tests
+	@$(RUN)/pytest
+
+check: $(READY)  ## What to run before a commit: format, lint, types, the fast tests
+	@$(RUN)/ruff format --check .
+	@$(RUN)/ruff check .
+	@$(RUN)/mypy
+	@$(RUN)/pytest -q -m 'not slow'
+
+format: $(READY)  ## Format the code and mend what the linter can mend
+	@$(RUN)/ruff format .
+	@$(RUN)/ruff check --fix .
+
+bench: $(READY)  ## Measure; tables on the screen, figures in benchmarks/results
+	@$(RUN)/python -m benchmarks.import_time
+	@$(RUN)/python -m benchmarks.memory_limit
+
+clean:  ## Remove what the other targets made
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis benchmarks/results

@@ -1,0 +1,1 @@
+"""Measures speed: ratios, side by side in one run, interleaved, medians."""

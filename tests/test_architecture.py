@@ -1,0 +1,119 @@
+"""Holds the arrows between the folders, by reading the source without importing it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "stratagem"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# A folder may import from itself and from those before it.
+LAYERS = "devices placement cluster replicas collectives parameters strategies training tools cli".split()
+BASE = {"errors", "_env", "_caller"}
+# The public face: may show anything, and nothing inside may look back at it.
+FACE = {"__init__", "__main__", "config"}
+
+FORBIDDEN = (
+    "pickle",
+    "recv_pyobj",
+    "send_pyobj",
+    "torch.load(",
+    "distributed.rpc",
+    "_object(",
+    "tcp://*",
+    "0.0.0.0",
+    "shelve",
+    "marshal",
+)
+
+
+def relative(file: Path) -> str:
+    return str(file.relative_to(SOURCE))
+
+
+def part_of(file: Path) -> str:
+    """The folder of a file, or its own name where it lies at the top."""
+    inside = file.relative_to(SOURCE)
+    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+
+
+def imported_parts(tree: ast.AST) -> Iterator[str]:
+    """The folders and top files of stratagem that a file imports from, at any depth."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for module in modules:
+            head, _, rest = module.partition(".")
+            if head == "stratagem":
+                yield rest.split(".")[0]
+
+
+def may_import(part: str, other: str) -> bool:
+    if part in FACE:
+        return True
+    if other in BASE or (part, other) == ("cli", "__version__"):
+        return True
+    return part in LAYERS and other in LAYERS[: LAYERS.index(part) + 1]
+
+
+@pytest.mark.parametrize("file", FILES, ids=relative)
+def test_imports_go_one_way(file: Path) -> None:
+    part = part_of(file)
+    wrong = [other for other in imported_parts(ast.parse(file.read_text())) if not may_import(part, other)]
+    assert not wrong, f"{relative(file)} may not import {wrong}"
+
+
+def test_every_folder_is_a_layer() -> None:
+    assert {part_of(file) for file in FILES} <= {*LAYERS, *BASE, *FACE}
+
+
+@pytest.mark.parametrize("file", FILES, ids=relative)
+def test_only_one_file_reads_the_environment(file: Path) -> None:
+    reads = [
+        node.lineno
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"))
+        or (isinstance(node, ast.ImportFrom) and node.module == "os")
+    ]
+    assert not reads or file.name == "_env.py", f"{relative(file)} reads the environment in lines {reads}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=relative)
+def test_imports_do_not_hide_in_functions(file: Path) -> None:
+    hidden = [
+        node.lineno
+        for function in ast.walk(ast.parse(file.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert not hidden or part_of(file) == "cli", f"{relative(file)} hides imports in lines {hidden}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=relative)
+def test_file_says_what_it_owns_and_stays_short(file: Path) -> None:
+    text = file.read_text()
+    assert ast.get_docstring(ast.parse(text)), f"{relative(file)} has no docstring"
+    assert len(text.splitlines()) <= 400
+
+
+@pytest.mark.parametrize("file", FILES, ids=relative)
+def test_source_is_free_of_what_attackers_look_for(file: Path) -> None:
+    text = file.read_text()
+    assert not [word for word in FORBIDDEN if word in text]
+
+
+def test_type_checkers_see_the_same_names_as_users() -> None:
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    shown = {alias.asname for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    import stratagem
+
+    assert shown == set(stratagem.__all__) - {"__version__"}

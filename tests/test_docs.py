@@ -1,0 +1,74 @@
+"""What the documents say is real: code runs, paths exist, the tree is the tree."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stratagem
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+MODULES = sorted(module.name for module in pkgutil.walk_packages(stratagem.__path__, "stratagem."))
+MODULES.remove("stratagem.__main__")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", blocks(README, "python"))
+def test_code_in_the_readme_runs(code: str, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=50, cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_output_in_the_readme_is_what_the_command_prints() -> None:
+    shown = next(block for block in blocks(README, "") if block.startswith("$ ")).splitlines()
+    variable, *command = shown[0].removeprefix("$ ").split()
+    name, value = variable.split("=")
+    done = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=50, env={name: value}, check=True
+    )
+    # Models, cores and sizes are the machine's; titles, columns, devices and notes are not.
+    assert [line.split()[:1] for line in shown[1:]] == [line.split()[:1] for line in done.stdout.splitlines()]
+    for line in (line for line in shown if line.lstrip().startswith("device ")):
+        assert line.split() in [each.split() for each in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_in_docstrings_run(module: str) -> None:
+    assert doctest.testmod(importlib.import_module(module)).failed == 0
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_paths_in_documents_exist(document: Path) -> None:
+    text = document.read_text()
+    links = [document.parent / link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
+    paths = [ROOT / path for path in re.findall(r"`((?:src|tests|docs|examples|benchmarks)/[\w./-]*)`", text)]
+    assert not [path for path in links + paths if not path.exists()]
+
+
+def test_architecture_lists_every_file_of_the_source() -> None:
+    (tree,) = blocks((ROOT / "docs/architecture.md").read_text(), "")
+    listed, folders = set(), {}
+    for line in tree.splitlines():
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders[depth] = name.rstrip("/")
+        if not name.endswith("/"):
+            listed.add("/".join(folders[each] for each in range(depth + 1)))
+    assert listed == {str(file.relative_to(ROOT)) for file in ROOT.glob("src/**/*.py")}
+
+
+def test_makefile_targets_in_documents_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for document in DOCUMENTS:
+        assert set(re.findall(r"(?:`|^)make ([a-z]+)", document.read_text(), re.MULTILINE)) <= targets

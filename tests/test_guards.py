@@ -1,0 +1,86 @@
+"""The guards themselves: each must fail the test that leaves its kind of thing behind."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+_LEAKS = """
+import atexit, os, socket, subprocess, sys, threading, time
+import pytest
+from tests import guards
+from tests.guards import nothing_left_behind
+
+guards._GRACE_S = 0.5
+
+kept = []
+
+def test_clean():
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    with socket.socket():
+        thread = threading.Thread(target=time.sleep, args=(0.05,))
+        thread.start()
+
+def test_process():
+    kept.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2)"]))
+
+def test_orphan():
+    guards.adopt_orphans()
+    subprocess.run(["sh", "-c", "sleep 2 & exit 0"], check=True)
+
+def test_shared_memory():
+    path = f"/dev/shm/stratagem-test-{os.getpid()}"
+    open(path, "x").close()
+    atexit.register(os.unlink, path)
+
+def test_thread():
+    threading.Thread(target=time.sleep, args=(20,), daemon=True).start()
+
+def test_socket():
+    kept.append(socket.socket())
+
+def test_environment():
+    os.environ["STRATAGEM_LEAK"] = "1"
+
+def test_setting():
+    os.chdir("/")
+"""
+
+_HANG = """
+import threading
+def test_hangs():
+    threading.Event().wait(30)
+"""
+
+
+@pytest.fixture
+def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A test run of its own, in a process of its own."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pytester.makeini("[pytest]\naddopts = -p no:cacheprovider")
+    return pytester
+
+
+@pytest.mark.slow
+def test_guards_fail_every_test_that_leaves_something_behind(inner: pytest.Pytester) -> None:
+    inner.makepyfile(_LEAKS)
+    result = inner.runpytest_subprocess(timeout=55)
+    result.assert_outcomes(passed=8, errors=7)
+    kinds = ["processes", "processes", "shared memory", "threads", "sockets", "environment", "settings"]
+    result.stdout.fnmatch_lines([f"E *Failed: the test left behind: {kind} *" for kind in kinds])
+
+
+@pytest.mark.slow
+def test_time_limit_fails_a_test_that_hangs_and_shows_where(inner: pytest.Pytester) -> None:
+    inner.makepyfile(_HANG)
+    result = inner.runpytest_subprocess("--timeout=1", timeout=55)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*threading.Event().wait(30)*", "*Failed: Timeout*"])
+
+
+@pytest.mark.slow
+def test_warnings_are_errors_here(inner: pytest.Pytester) -> None:
+    careless = inner.makepyfile("import warnings\ndef test_warns():\n    warnings.warn('careless')")
+    result = inner.runpytest_subprocess("-c", str(ROOT / "pyproject.toml"), "--rootdir", ".", str(careless), timeout=55)
+    result.assert_outcomes(failed=1)
