@@ -15,9 +15,9 @@ setup: $(READY)  ## Make .venv with everything that the other targets need
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; name it with make PYTHON=...")'
-	@echo "setting up $(VENV) (once, and again when its requirements change)"
+	@echo "setting up $(VENV): about a minute, once, and again when its requirements change"
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(RUN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(RUN)/pip install -qq --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 demo: $(READY)  ## Show the devices and train a model on one of them

@@ -66,7 +66,7 @@ def main() -> None:
     sg.config.set_logical_device_configuration("cpu:0", [half, half])
     for device in sg.config.list_logical_devices("CPU"):
         console.print(
-            f"{device.name}: cores {device.cores}, limit {device.memory_limit_bytes // MIB} MiB", highlight=False
+            f"{device.name}: cores {list(device.cores)}, limit {device.memory_limit_bytes // MIB} MiB", highlight=False
         )
 
     with sg.devices.serve(options.device) as device:
@@ -75,7 +75,7 @@ def main() -> None:
         with sg.devices.serve(options.device):
             torch.zeros(2048 * MIB, dtype=torch.uint8)
     except sg.OutOfMemoryError as error:
-        console.print(f"and asked for too much: {error}", highlight=False)
+        console.print(f"and asked for too much: {error}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,9 @@ class FakeTorchCuda:
     def set_per_process_memory_fraction(self, fraction: float, index: int) -> None:
         self.fractions[index] = fraction
 
+    def get_per_process_memory_fraction(self, index: int) -> float:
+        return self.fractions.get(index, 1.0)
+
     def mem_get_info(self, index: int) -> tuple[int, int]:
         return self.total_memory, self.total_memory
 

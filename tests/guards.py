@@ -62,7 +62,8 @@ def _processes() -> frozenset[str]:
 
 
 def _shared_memory() -> frozenset[str]:
-    return frozenset(os.listdir("/dev/shm"))
+    names = (path.name for path in Path("/dev/shm").iterdir())
+    return frozenset(name for name in names if name.startswith(("stratagem", "torch", "psm_", "sem.")))
 
 
 def _threads() -> frozenset[str]:

@@ -3,6 +3,7 @@
 Names are loaded when they are first used, so that `import stratagem` is instant and starts nothing.
 """
 
+import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"stratagem.{name}")
     if name in _NAMES:
         return getattr(importlib.import_module(f"stratagem.{_NAMES[name]}"), name)
-    raise AttributeError(f"module 'stratagem' has no attribute {name!r}")
+    close = difflib.get_close_matches(name, __all__, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(__all__)}"
+    raise AttributeError(f"module 'stratagem' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -3,12 +3,15 @@
 Owns the walk up the stack past stratagem's own frames; errors and warnings name that line.
 """
 
+import contextlib
+import os
 import sys
 import warnings
 from pathlib import Path
 from types import FrameType
 
-_PACKAGE = str(Path(__file__).parent)
+# contextlib stands between a `with` line and the generator that serves it.
+_OURS = (str(Path(__file__).parent) + os.sep, contextlib.__file__)
 
 
 def calling_line() -> str:
@@ -25,16 +28,12 @@ def warn_caller(message: str, category: type[Warning]) -> None:
 
 def _calling_frame() -> FrameType:
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame.f_code.co_filename):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
     return frame
 
 
-def _is_ours(filename: str) -> bool:
-    # contextlib stands between a `with` line and the generator that serves it.
-    return filename.startswith(_PACKAGE) or filename.endswith("contextlib.py")
-
-
 def _shortened(filename: str) -> str:
-    path = Path(filename)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
+    with contextlib.suppress(OSError, ValueError):  # the folder is gone, or the file lies elsewhere
+        return str(Path(filename).relative_to(Path.cwd()))
+    return filename

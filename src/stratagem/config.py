@@ -33,6 +33,11 @@ __all__ = [
     "simulate_devices",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 VirtualDeviceConfiguration = LogicalDeviceConfiguration
 """TensorFlow's older name for the same."""
 
@@ -109,7 +114,9 @@ def get_logical_device_configuration(device: DeviceLike) -> list[LogicalDeviceCo
 def set_memory_growth(device: DeviceLike, enable: bool) -> None:
     """Whether a GPU's memory is taken when needed (the default here), or all of it at the start.
 
-    Can be combined with a limit: then growth goes up to the limit.
+    Can be combined with a limit: then growth goes up to the limit. Without growth, a real GPU's
+    memory is taken when a process begins to serve it; a simulated one's must then be free, but is
+    not taken.
     """
     this_process().set_growth(device, enable)
 
@@ -122,8 +129,8 @@ def get_memory_growth(device: DeviceLike) -> bool:
 def get_memory_info(device: DeviceLike) -> dict[str, int]:
     """What this process holds on a logical device, in bytes: `current`, and the most as `peak`.
 
-    On a GPU that is what tensors take; on a share of the CPU, what the process holds since it
-    began to serve it.
+    On a real GPU that is what tensors take on all of its shares together; on a share of the CPU
+    or a simulated GPU, what the process took since it began to serve it, and nothing if it does not.
 
     Example:
         >>> sorted(get_memory_info("cpu:0"))

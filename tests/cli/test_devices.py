@@ -19,7 +19,7 @@ def test_devices_shows_physical_and_logical_tables(monkeypatch: pytest.MonkeyPat
     assert lines[0].strip() == "Physical devices"
     physical = next(line for line in lines if line.lstrip().startswith("/physical_device:GPU:1"))
     assert " ".join(physical.split()[1:4]) == "simulated GPU yes"
-    assert " ".join(physical.split()[5:]) == "512 MiB - -"
+    assert " ".join(physical.split()[5:]) == "512 MiB -"
     logical = next(line for line in lines if line.lstrip().startswith("/device:GPU:1"))
     assert "512 MiB" in logical
     assert "on demand" in logical

@@ -1,6 +1,7 @@
 """Cases 1 to 6 of bad input, and their kin, through the functions that a user calls."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from stratagem.devices import absence
 from stratagem.devices.inventory import Inventory
 from stratagem.errors import (
     DeviceConfigurationError,
-    DeviceError,
     DeviceNotFoundError,
     DevicesInUseError,
     DeviceTypeError,
@@ -18,6 +18,7 @@ from stratagem.errors import (
     StratagemError,
     UnknownDeviceError,
 )
+from tests.fakes import fake_host
 
 Part = sg.config.LogicalDeviceConfiguration
 
@@ -37,25 +38,25 @@ CASES: list[tuple[str, Callable[[], object], type[StratagemError], list[str]]] =
         "unknown device",
         lambda: sg.config.get_memory_info("gpx:0"),
         UnknownDeviceError,
-        ["'gpx:0'", "Known kinds", "Did you mean 'gpu'?"],
+        ["'gpx:0'", "Known kinds", "Did you mean 'gpu:0'?"],
     ),
     (
         "index out of range",
         lambda: sg.config.get_memory_info("cuda:3"),
         DeviceNotFoundError,
-        ["cuda:3", "2 GPU device(s) (gpu:0, gpu:1)"],
+        ["cuda:3", "2 logical GPU device(s) (gpu:0, gpu:1)"],
     ),
     (
         "physical index out of range",
         lambda: sg.config.set_memory_growth("gpu:2", True),
         DeviceNotFoundError,
-        ["gpu:2", "(gpu:0, gpu:1)"],
+        ["gpu:2", "2 physical GPU device(s) (gpu:0, gpu:1)"],
     ),
     (
         "cpu index out of range",
         lambda: sg.config.get_memory_info("cpu:1"),
         DeviceNotFoundError,
-        ["cpu:1", "1 CPU device(s) (cpu:0)", "set_logical_device_configuration"],
+        ["cpu:1", "1 logical CPU device(s) (cpu:0)", "set_logical_device_configuration"],
     ),
     (
         "device of another task",
@@ -102,12 +103,24 @@ CASES: list[tuple[str, Callable[[], object], type[StratagemError], list[str]]] =
         ["64 GiB", "/physical_device:GPU:0", "above its 512 MiB", "add up to at most"],
     ),
     (
+        "limit in bytes",
+        lambda: sg.config.set_logical_device_configuration("gpu:0", [Part(memory_limit=2**28)]),
+        DeviceConfigurationError,
+        ["above its 512 MiB", "memory_limit is in MiB: for 256 MiB write 256"],
+    ),
+    (
+        "number of shares",
+        lambda: sg.config.set_logical_device_configuration("gpu:0", 4),
+        DeviceTypeError,
+        ["got 4", "[LogicalDeviceConfiguration()] * 4"],
+    ),
+    (
         "sum above the memory",
         lambda: sg.config.set_logical_device_configuration("gpu:0", [Part(memory_limit=300)] * 2),
         DeviceConfigurationError,
         ["add up to 600 MiB, it has 512 MiB", "lower them"],
     ),
-    ("limit of nothing", lambda: Part(memory_limit=0), DeviceConfigurationError, ["positive number of MiB", "got 0"]),
+    ("limit of nothing", lambda: Part(memory_limit=0), DeviceConfigurationError, ["number of MiB from 1 up", "got 0"]),
     (
         "no shares",
         lambda: sg.config.set_logical_device_configuration("gpu:0", []),
@@ -143,19 +156,13 @@ CASES: list[tuple[str, Callable[[], object], type[StratagemError], list[str]]] =
         "logical for physical",
         lambda: sg.config.set_memory_growth(sg.config.list_logical_devices("GPU")[0], True),
         DeviceTypeError,
-        ["is a logical device", "/physical_device:GPU:0"],
+        ["is a logical device", "give '/physical_device:GPU:0'"],
     ),
     (
         "physical for logical",
         lambda: sg.config.get_memory_info(sg.config.list_physical_devices("GPU")[0]),
         DeviceTypeError,
         ["is a physical device"],
-    ),
-    (
-        "memory of a device that is not served",
-        lambda: sg.config.get_memory_info("gpu:0"),
-        DeviceError,
-        ["does not serve /device:GPU:0", "with serve('/device:GPU:0')"],
     ),
     ("nothing selected", lambda: sg.devices.this_process().select([]), DeviceConfigurationError, ["use all 2 devices"]),
     (
@@ -198,25 +205,31 @@ def test_malformed_variable_is_an_error_at_the_first_call(monkeypatch: pytest.Mo
         sg.config.list_physical_devices()
 
 
-def test_missing_gpu_says_that_torch_is_a_cpu_build(inventory: Inventory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_says_that_torch_is_a_cpu_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(absence, "is_cpu_build", lambda: True)
-    if inventory.physical("GPU"):
-        pytest.skip("this machine has a GPU")
     with pytest.raises(DeviceNotFoundError) as caught:
-        inventory.resolve("cuda:0")
-    for words in (
-        "cuda:0",
-        "no visible GPU",
-        f"torch {torch.__version__} is a CPU build",
-        "simulate_devices('GPU', 2)",
-    ):
+        Inventory(fake_host(tmp_path), []).resolve("cuda:0")
+    for words in ("cuda:0", "no visible GPU", f"torch {torch.__version__} is a CPU build", "simulate_devices('GPU'"):
         assert words in str(caught.value)
 
 
-def test_missing_gpu_says_that_the_mask_hides_it(inventory: Inventory, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("num_nvidia_gpus", "words"), [(None, "='' is set and hides the GPUs"), (8, "='' hides 8 of 8 GPU(s)")]
+)
+def test_missing_gpu_says_that_the_mask_hides_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_nvidia_gpus: int | None, words: str
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(DeviceNotFoundError, match="CUDA_VISIBLE_DEVICES='' is set and hides the GPUs"):
-        inventory.resolve("cuda:0")
+    with pytest.raises(DeviceNotFoundError) as caught:
+        Inventory(fake_host(tmp_path, num_nvidia_gpus=num_nvidia_gpus), []).resolve("cuda:0")
+    assert f"CUDA_VISIBLE_DEVICES{words}" in str(caught.value)
+
+
+def test_missing_simulated_gpu_quotes_the_mask_that_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    two_gpus()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    with pytest.raises(DeviceNotFoundError, match=r"1 logical GPU device.* \(gpu:0\); CUDA_VISIBLE_DEVICES='1' hides"):
+        sg.config.get_memory_info("gpu:1")
 
 
 def test_hidden_gpu_is_said_to_be_hidden() -> None:

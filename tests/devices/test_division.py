@@ -1,5 +1,6 @@
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,6 +83,15 @@ def test_memory_limits_must_fit(parts: list[Part], words: str) -> None:
     assert words in str(caught.value)
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert limits(CPU, Part(memory_limit=np.int64(512), num_cores=np.int64(1))) == [GIB // 2]
+
+
+def test_real_gpu_has_no_cores_to_divide() -> None:
+    with pytest.raises(DeviceConfigurationError, match="num_cores is for shares of a CPU"):
+        divide(GPU, DETAILS, (), [Part(num_cores=2)])
+
+
 def test_cores_must_suffice() -> None:
     with pytest.raises(DeviceConfigurationError, match=r"ask for 9 of its 8 cores; ask for fewer"):
         cores(Part(num_cores=9))
@@ -95,9 +105,9 @@ def test_parts_must_be_a_list_of_configurations(parts: object) -> None:
         divide(CPU, DETAILS, (0,), parts)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("limit", [0, -1, True, "512", float("nan"), float("inf")])
+@pytest.mark.parametrize("limit", [0, -1, 1e-9, True, "512", float("nan"), float("inf"), 10**400])
 def test_memory_limit_must_be_positive(limit: object) -> None:
-    with pytest.raises(DeviceConfigurationError, match=f"memory_limit must be a positive number of MiB, got {limit!r}"):
+    with pytest.raises(DeviceConfigurationError, match="memory_limit must be a number of MiB from 1 up, got"):
         Part(memory_limit=limit)  # type: ignore[arg-type]
 
 

@@ -29,7 +29,11 @@ def test_host_reads_memory_and_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "files",
     [
-        {"proc/self/cgroup": "0::/box/app", "sys/fs/cgroup/box/memory.max": str(2 * GIB)},
+        {
+            "proc/self/cgroup": "0::/box/app",
+            "sys/fs/cgroup/box/memory.max": str(2 * GIB),
+            "sys/fs/cgroup/box/memory.current": str(GIB),
+        },
         {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": str(2 * GIB)},
         {
             "proc/self/cgroup": "4:memory:/box\n1:cpu,cpuacct:/",
@@ -39,7 +43,9 @@ def test_host_reads_memory_and_model(tmp_path: Path) -> None:
     ],
 )
 def test_host_respects_the_memory_of_its_control_group(tmp_path: Path, files: dict[str, str]) -> None:
-    assert fake_host(tmp_path, files).total_memory_bytes() == 2 * GIB
+    host = fake_host(tmp_path, files)
+    assert host.total_memory_bytes() == 2 * GIB
+    assert 0 <= host.used_memory_bytes() <= GIB
 
 
 def test_host_ignores_a_control_group_without_limits(tmp_path: Path) -> None:
@@ -63,9 +69,9 @@ def test_host_ignores_a_control_group_without_limits(tmp_path: Path) -> None:
 def test_host_runs_no_more_threads_than_its_quota(tmp_path: Path, files: dict[str, str]) -> None:
     host = fake_host(tmp_path, files)
     assert host.cpu_quota() == 1.5
-    num_cores = len(host.cores())
-    assert host.num_threads(num_cores) == min(num_cores, 1)
-    assert host.num_threads(1) == 1
+    assert host.num_threads(num_cores=2, total_cores=2) == 1
+    assert host.num_threads(num_cores=8, total_cores=8) == 1
+    assert host.num_threads(num_cores=1, total_cores=8) == 1
 
 
 def test_host_counts_nvidia_gpus_through_their_driver(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ Part = LogicalDeviceConfiguration
 def with_gpus(root: Path, count: int, *, num_nvidia_gpus: int | None = None) -> tuple[Inventory, FakeTorchCuda]:
     """A machine whose torch sees `count` GPUs, through a fake in the place of `torch.cuda`."""
     fake = FakeTorchCuda(count)
-    kinds = [CachingAccelerator("GPU", "cuda", fake), CachingAccelerator("XPU", "xpu", FakeTorchCuda(0))]  # type: ignore[arg-type]
-    return Inventory(fake_host(root, num_nvidia_gpus=num_nvidia_gpus), kinds), fake
+    accelerator = CachingAccelerator("GPU", "cuda", fake)  # type: ignore[arg-type]
+    return Inventory(fake_host(root, num_nvidia_gpus=num_nvidia_gpus), [accelerator]), fake
 
 
 def names(devices: list) -> list[str]:
@@ -37,8 +38,7 @@ def test_machine_has_one_cpu(inventory: Inventory) -> None:
 
 def test_gpus_are_listed_without_waking_their_driver(tmp_path: Path) -> None:
     inventory, fake = with_gpus(tmp_path, 2)
-    if not torch.backends.mps.is_available():
-        assert names(inventory.physical("GPU")) == ["/physical_device:GPU:0", "/physical_device:GPU:1"]
+    assert names(inventory.physical()) == ["/physical_device:CPU:0", "/physical_device:GPU:0", "/physical_device:GPU:1"]
     assert names(inventory.logical("GPU")) == ["/device:GPU:0", "/device:GPU:1"]
     assert not fake.initialized
     assert inventory.details("gpu:1").device_name == "Fake A100"
@@ -119,6 +119,39 @@ def test_bad_index_in_cuda_visible_devices_warns_for_real_gpus_too(
         inventory.physical("GPU")
 
 
+def test_uuids_are_left_to_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inventory, _ = with_gpus(tmp_path, 1, num_nvidia_gpus=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937")
+    assert len(inventory.physical("GPU")) == 1
+
+
+def test_visible_device_that_the_environment_took_away_is_warned_of(
+    inventory: Inventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRATAGEM_SIMULATE", "gpu:4")
+    inventory.set_visible(["gpu:3", "gpu:0"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.warns(DeviceWarning, match="GPU:3 was made visible, but does not exist any more"):
+        left = inventory.logical("GPU")
+    assert names(left) == ["/device:GPU:0"]
+    monkeypatch.delenv("STRATAGEM_SIMULATE")
+    with pytest.warns(DeviceWarning, match="GPU:0 was made visible"):
+        left = inventory.logical("GPU")
+    assert not [device for device in left if device.simulated]
+
+
+def test_shares_stay_the_same_while_this_process_runs_on_fewer_cores(
+    inventory: Inventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as eight_cores:
+        eight_cores.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+        inventory.simulate("GPU", 4, memory_limit=64)
+        before = inventory.logical()
+        eight_cores.setattr(os, "sched_getaffinity", lambda _: {2, 3})
+        assert inventory.logical() == before
+    assert [device.cores for device in before[1:]] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+
+
 def test_visible_devices_become_logical_ones_in_the_order_given(inventory: Inventory) -> None:
     gpus = inventory.simulate("GPU", 4)
     inventory.set_visible([gpus[3], gpus[1]], "GPU")
@@ -148,7 +181,7 @@ def test_cpu_is_divided_into_logical_devices(inventory: Inventory) -> None:
     assert names(inventory.logical("CPU")) == ["/device:CPU:0", "/device:CPU:1", "/device:CPU:2"]
     assert inventory.configuration("cpu:0") == parts
     assert [device.memory_limit_bytes is None for device in inventory.logical("CPU")] == [False, True, False]
-    assert all(device.cores and device.num_threads == len(device.cores) for device in inventory.logical("CPU"))
+    assert all(device.cores and device.num_threads for device in inventory.logical("CPU"))
 
 
 def test_gpu_is_divided_into_shares_of_its_memory(tmp_path: Path) -> None:
@@ -212,10 +245,14 @@ def test_device_is_found_under_every_name(inventory: Inventory, name: object) ->
     assert inventory.resolve("gpu") == inventory.logical("GPU")[0]
 
 
+def test_selection_takes_the_cpu_where_there_is_nothing_better(tmp_path: Path) -> None:
+    inventory = Inventory(fake_host(tmp_path), [])
+    inventory.configure("cpu:0", [Part()] * 3)
+    assert names(inventory.select()) == ["/device:CPU:0", "/device:CPU:1", "/device:CPU:2"]
+
+
 def test_selection_takes_the_best_kind_by_default(inventory: Inventory) -> None:
     inventory.configure("cpu:0", [Part()] * 3)
-    if not any(inventory.physical(kind) for kind in ("GPU", "XPU", "MPS")):
-        assert names(inventory.select()) == ["/device:CPU:0", "/device:CPU:1", "/device:CPU:2"]
     inventory.simulate("GPU", 2)
     assert names(inventory.select()) == ["/device:GPU:0", "/device:GPU:1"]
     assert names(inventory.select(["cpu:2", "cpu:0"])) == ["/device:CPU:2", "/device:CPU:0"]

@@ -16,7 +16,8 @@ from stratagem.devices.masks import apply
         ("-1", ()),
         ("NoDevFiles", ()),
         ("none", ()),
-        ("1gpu,2ampere", (1, 2)),
+        ("0,1,", (0, 1)),
+        ("00,01", (0, 1)),
     ],
 )
 def test_mask_chooses_and_orders_like_the_driver(text: str | None, visible: tuple[int, ...]) -> None:
@@ -34,6 +35,9 @@ def test_mask_chooses_and_orders_like_the_driver(text: str | None, visible: tupl
         ("0,one", (0,), "'one' is not an index from 0 up"),
         ('"0,1"', (), "is not an index from 0 up"),
         ("0,,1", (0,), "'' is not an index"),
+        ("0-2", (0,), "'0-2' is read as 0; separate indices by commas"),
+        ("0;1", (0,), "'0;1' is read as 0"),
+        ("1gpu,2ampere", (1, 2), "is read as"),
         ("1,1", (), "GPU 1 is listed twice, which hides every GPU"),
         ("GPU-1234", (), "'GPU-1234' is not an index"),
     ],

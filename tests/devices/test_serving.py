@@ -11,7 +11,7 @@ from stratagem.devices.accelerators import CachingAccelerator
 from stratagem.devices.host import Host
 from stratagem.devices.inventory import Inventory
 from stratagem.devices.serving import serve
-from stratagem.errors import DeviceError, DevicesInUseError, DeviceWarning
+from stratagem.errors import DevicesInUseError, DeviceWarning
 from tests.fakes import GIB, FakeTorchCuda, fake_host
 
 Part = sg.config.LogicalDeviceConfiguration
@@ -51,7 +51,7 @@ def test_serving_sets_threads_free_that_were_born_meanwhile() -> None:
 @pytest.mark.parametrize("make", [lambda n: torch.empty(n, dtype=torch.uint8), lambda n: np.zeros(n, dtype=np.uint8)])
 def test_going_over_the_limit_names_the_device_and_the_process_lives_on(small: str, make: object) -> None:
     with (
-        pytest.raises(sg.OutOfMemoryError, match=r"/device:CPU:0: asked for 400 MiB .* of its limit of 256 MiB"),
+        pytest.raises(sg.OutOfMemoryError, match=r"/device:CPU:0: asked for 400 MiB .*, its limit is 256 MiB"),
         serve(small),
     ):
         make(400 * MIB)
@@ -86,6 +86,55 @@ def test_training_step_that_is_too_large_can_be_tried_again_smaller(small: str) 
     assert batch_size >= 2**8
 
 
+def test_going_over_the_limit_can_be_caught_inside_the_block(small: str) -> None:
+    with serve(small):
+        try:
+            torch.ones(400 * MIB, dtype=torch.uint8)
+        except torch.OutOfMemoryError as error:
+            caught = error
+        assert torch.ones(10).sum() == 10
+    assert isinstance(caught, sg.OutOfMemoryError)
+    assert (caught.device, caught.limit_bytes, caught.requested_bytes) == ("/device:CPU:0", 256 * MIB, 400 * MIB)
+
+
+def test_message_tells_what_was_in_use_when_memory_ran_out(small: str) -> None:
+    with pytest.raises(sg.OutOfMemoryError, match=r"asked for 8 MiB with 2\d\d(\.\d)? MiB in use"), serve(small):
+        [torch.ones(8 * MIB, dtype=torch.uint8) for _ in range(100)]
+    with pytest.raises(sg.OutOfMemoryError, match=r"asked for more memory, its limit is 256 MiB"), serve(small):
+        bytearray(400 * MIB)
+
+
+def test_garbage_from_before_the_block_makes_no_room_in_it(small: str) -> None:
+    garbage = [torch.ones(300 * MIB, dtype=torch.uint8)]
+    garbage.append(garbage)  # only the collector can free it
+    del garbage
+    with pytest.raises(sg.OutOfMemoryError), serve(small):
+        torch.ones(300 * MIB, dtype=torch.uint8)
+
+
+def test_only_one_thread_serves_a_device(small: str) -> None:
+    inside, leave, refused = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        with serve("cpu:1"):
+            inside.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(30)
+    try:
+        with serve(small):
+            pass
+    except DevicesInUseError as error:
+        refused.append(error)
+    leave.set()
+    thread.join(30)
+    assert len(refused) == 1
+    with serve(small):
+        pass
+
+
 def test_limit_does_not_hide_other_errors(small: str) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught, serve(small):
         torch.ones(2, 3) @ torch.ones(2, 3)
@@ -95,7 +144,7 @@ def test_limit_does_not_hide_other_errors(small: str) -> None:
 def test_simulated_gpu_has_no_more_memory_than_it_says() -> None:
     sg.config.simulate_devices("GPU", 2, memory_limit=128)
     with (
-        pytest.raises(sg.OutOfMemoryError, match=r"/device:GPU:1: asked for 200 MiB .* limit of 128 MiB"),
+        pytest.raises(sg.OutOfMemoryError, match=r"/device:GPU:1: asked for 200 MiB .*, its limit is 128 MiB"),
         serve("cuda:1"),
     ):
         torch.empty(200 * MIB, dtype=torch.uint8)
@@ -119,17 +168,25 @@ def test_undivided_cpu_reads_the_whole_process() -> None:
     assert sg.config.get_memory_info("cpu:0")["current"] > 50 * MIB
 
 
-def test_reading_of_a_device_that_another_process_serves_is_refused(small: str) -> None:
-    with serve(small), pytest.raises(DeviceError, match="does not serve /device:CPU:1"):
-        sg.config.get_memory_info("cpu:1")
-    with pytest.raises(DeviceError, match="does not serve /device:CPU:0"):
-        sg.config.reset_memory_stats(small)
+def test_process_holds_nothing_on_a_device_that_it_does_not_serve(small: str) -> None:
+    with serve(small):
+        assert sg.config.get_memory_info("cpu:1") == {"current": 0, "peak": 0}
+    sg.config.reset_memory_stats(small)
+    assert sg.config.get_memory_info(small) == {"current": 0, "peak": 0}
+
+
+@pytest.mark.parametrize(
+    "words", ["std::bad_alloc", "[enforce fail a", "can't start new thread", "could not create a primitive"]
+)
+def test_every_word_for_a_failed_allocation_is_understood(small: str, words: str) -> None:
+    with pytest.raises(sg.OutOfMemoryError, match="/device:CPU:0"), serve(small):
+        raise RuntimeError(words)
 
 
 def test_process_serves_one_device_at_a_time(small: str) -> None:
     with (
         serve("cpu:1"),
-        pytest.raises(DevicesInUseError, match="serves /device:CPU:1 and cannot serve /device:CPU:0 too"),
+        pytest.raises(DevicesInUseError, match="already serves /device:CPU:1 and cannot serve /device:CPU:0 too"),
         serve(small),
     ):
         pytest.fail("two devices at once")
@@ -165,11 +222,19 @@ def test_real_gpu_is_limited_through_its_allocator_and_set_free_again(tmp_path: 
         assert fake.current == 1
         assert device.physical.name == "/physical_device:GPU:1"
     assert fake.fractions == {1: 1.0}
+    fake.fractions[1] = 0.9
+    with (
+        serve("gpu:1", inventory=inventory),
+        pytest.raises(DevicesInUseError, match="already serves /device:GPU:1"),
+        serve("gpu:0", inventory=inventory),
+    ):
+        pytest.fail("two devices at once")
+    assert fake.fractions == {1: 0.9}, "a limit of the user's own comes back"
     assert fake.current is None
     fake.allocated[1] = 3 * GIB
     with (
         pytest.raises(
-            sg.OutOfMemoryError, match=r"/device:GPU:1: asked for 2 GiB with 3 GiB in use of its limit of 4 GiB"
+            sg.OutOfMemoryError, match=r"/device:GPU:1: asked for 2 GiB with 3 GiB in use, its limit is 4 GiB"
         ),
         serve("gpu:1", inventory=inventory),
     ):

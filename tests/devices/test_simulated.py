@@ -1,6 +1,6 @@
 import pytest
 
-from stratagem.devices.simulated import Simulation, read_variable
+from stratagem.devices.simulated import Simulation, check_fit, read_variable
 from stratagem.errors import DeviceConfigurationError, EnvironmentVariableError, UnknownDeviceError
 from tests.fakes import GIB
 
@@ -17,7 +17,7 @@ from tests.fakes import GIB
     ],
 )
 def test_variable_is_read(text: str | None, expected: dict[str, Simulation]) -> None:
-    assert read_variable(text) == expected
+    assert read_variable(text, 8 * GIB) == expected
 
 
 @pytest.mark.parametrize(
@@ -30,15 +30,17 @@ def test_variable_is_read(text: str | None, expected: dict[str, Simulation]) -> 
         ("gpu:0", "whole number from 1 up, got 0"),
         ("gpu:-2", "whole number from 1 up, got -2"),
         ("gpx:2", "Did you mean 'gpu'?"),
-        ("gpu:2:0", "positive number of MiB, got 0"),
+        ("gpu:2:0", "number of MiB from 1 up, got 0"),
         ("gpu:2:3:4", "is not KIND:COUNT"),
         ("cpu:4", "a CPU is divided, not simulated"),
         ("gpu:2,cuda:3", "gives GPU twice"),
+        ("gpu:2:5000", "this machine has 8 GiB"),
+        ("gpu:99999", "less than 1 MiB each"),
     ],
 )
 def test_variable_says_what_is_wrong_with_it(text: str, words: str) -> None:
     with pytest.raises(EnvironmentVariableError) as caught:
-        read_variable(text)
+        read_variable(text, 8 * GIB)
     assert f"STRATAGEM_SIMULATE={text!r}" in str(caught.value)
     assert words in str(caught.value)
 
@@ -60,9 +62,9 @@ def test_simulated_memory_is_an_even_share_by_default() -> None:
 
 
 def test_simulated_memory_must_fit_into_the_machine() -> None:
-    with pytest.raises(
-        DeviceConfigurationError, match=r"4 simulated GPUs of 3 GiB need 12 GiB, this machine has 8 GiB"
-    ):
-        Simulation("GPU", 4, 3072).details(8 * GIB, 2)
+    with pytest.raises(DeviceConfigurationError, match=r"4 simulated GPUs of 3 GiB bring .* to 12 GiB, .* has 8 GiB"):
+        check_fit([Simulation("GPU", 4, 3072)], 8 * GIB)
+    with pytest.raises(DeviceConfigurationError, match=r"2 simulated XPUs of 3 GiB bring .* to 12 GiB, .* has 8 GiB"):
+        check_fit([Simulation("GPU", 2, 3072), Simulation("XPU", 2, 3072)], 8 * GIB)
     with pytest.raises(DeviceConfigurationError, match="less than 1 MiB each"):
-        Simulation("GPU", 10_000).details(8 * GIB, 2)
+        check_fit([Simulation("GPU", 10_000)], 8 * GIB)

@@ -96,8 +96,10 @@ def test_spec_refuses_any_other_text_with_its_own_error(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("gpx:0", ["'gpx:0'", "cpu, gpu (also written cuda", "'gpu:0'", "Did you mean 'gpu'?"]),
-        ("/device:CUDDA:0", ["'/device:CUDDA:0'", "Did you mean 'cuda'?"]),
+        ("gpx:0", ["'gpx:0'", "cpu, gpu (also written cuda", "'gpu:0'", "Did you mean 'gpu:0'?"]),
+        ("/device:CUDDA:0", ["'/device:CUDDA:0'", "Did you mean 'cuda:0'?"]),
+        ("gpu1", ["'gpu1'", "Did you mean 'gpu:1'?"]),
+        ("cdua:0", ["Did you mean 'cuda:0'?"]),
         ("banana", ["'banana'", "Known kinds"]),
         ("gpu:-1", ["'gpu:-1'", "'-1' is not an index", "from 0 up"]),
         ("gpu:one", ["'one' is not an index"]),
@@ -140,5 +142,7 @@ def test_kind_suggests_the_likeliest_when_unknown() -> None:
         UnknownDeviceError, match=r"unknown kind of device 'GPUU'\. Known kinds: .* Did you mean 'gpu'\?"
     ):
         parse_kind("GPUU")
+    with pytest.raises(UnknownDeviceError, match="'GPU:0' is a device, not a kind; write 'GPU'"):
+        parse_kind("GPU:0")
     with pytest.raises(DeviceTypeError, match="such as 'GPU', got 3"):
         parse_kind(3)  # type: ignore[arg-type]

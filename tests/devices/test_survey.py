@@ -67,6 +67,14 @@ def test_survey_notes_what_is_wrong_in_the_environment(inventory: Inventory, mon
     assert any("STRATAGEM_SIMULAT is not a variable" in note and "STRATAGEM_SIMULATE?" in note for note in notes)
 
 
+def test_survey_says_that_a_variable_hides_simulated_devices(
+    inventory: Inventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRATAGEM_SIMULATE", "gpu:2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert survey(inventory).notes == ["GPU devices are simulated, but CUDA_VISIBLE_DEVICES='' hides all of them"]
+
+
 def test_survey_says_when_torch_was_built_for_gpus_and_finds_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Puts the subcommands together and turns errors into one line and an exit code."""
 
+import os
 import sys
 from typing import Annotated
 
@@ -37,3 +38,6 @@ def main() -> None:
     except StratagemError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(_USER_ERROR)
+    except OSError as error:
+        typer.echo(f"error: cannot write the output: {error}", err=True)
+        os._exit(1)  # a second attempt at exit would fail as the first did

@@ -1,7 +1,8 @@
 """`stratagem devices`: what is here, how it is divided, how much memory is used."""
 
+import io
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from stratagem.devices.survey import Survey
 
 _NOTHING = "-"
-_PIPE_WIDTH = 120
+_PIPE_WIDTH = 1000  # a pipe has no width: nothing is cut
 
 
 def devices(
@@ -31,56 +32,74 @@ def devices(
 def _show(found: "Survey") -> None:
     from rich.console import Console
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPE_WIDTH)
+    terminal, page = Console(), io.StringIO()
+    width = terminal.width if terminal.is_terminal else _PIPE_WIDTH
+    console = Console(file=page, width=width, force_terminal=terminal.is_terminal)
     console.print(_physical_table(found))
     console.print(_logical_table(found))
+    for line in page.getvalue().splitlines():
+        typer.echo(line.rstrip())
     for note in found.notes:
-        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+        typer.echo(f"note: {note}")
 
 
 def _physical_table(found: "Survey") -> "Table":
     from stratagem.devices.device import mib
 
-    table = _table("Physical devices", "device", "model", "visible", ">cores", ">memory", ">used", "compute")
-    for each in found.physical:
-        details, capability = each.details, each.details.compute_capability
-        table.add_row(
+    columns = ["device", "model", "visible", ">cores", ">memory", ">used"]
+    rows = [
+        [
             each.device.name,
-            details.device_name,
+            each.details.device_name,
             "yes" if each.visible else "no",
-            str(details.num_cores or _NOTHING),
-            mib(details.total_memory_bytes),
+            str(each.details.num_cores or _NOTHING),
+            mib(each.details.total_memory_bytes),
             _NOTHING if each.memory_used_bytes is None else mib(each.memory_used_bytes),
-            _NOTHING if capability is None else ".".join(map(str, capability)),
-        )
-    return table
+        ]
+        for each in found.physical
+    ]
+    if any(each.details.compute_capability for each in found.physical):
+        columns.append("compute")
+        for row, each in zip(rows, found.physical, strict=True):
+            row.append(".".join(map(str, each.details.compute_capability or ())) or _NOTHING)
+    return _table("Physical devices", columns, rows)
 
 
 def _logical_table(found: "Survey") -> "Table":
     from stratagem.devices.device import mib
 
-    table = _table("Logical devices", "device", "share of", "cores", ">threads", ">memory limit", "growth", "torch")
-    for each in found.logical:
-        table.add_row(
+    columns = ["device", "share of", "cores", ">threads", ">memory limit", "growth", "torch"]
+    rows = [
+        [
             each.name,
-            each.physical.name,
-            ",".join(map(str, each.cores)) or _NOTHING,
+            f"{each.physical.device_type}:{each.physical.index}",
+            _ranges(each.cores) or _NOTHING,
             str(each.num_threads or _NOTHING),
             "none" if each.memory_limit_bytes is None else mib(each.memory_limit_bytes),
             "on demand" if each.memory_growth else "at start",
             str(each.torch_device),
-        )
-    return table
+        ]
+        for each in found.logical
+    ]
+    return _table("Logical devices", columns, rows)
 
 
-def _table(title: str, *columns: str) -> "Table":
-    """A table; a column that starts with > is aligned to the right."""
+def _ranges(cores: tuple[int, ...]) -> str:
+    """Neighbouring numbers as ranges: `0-3,8`."""
+    starts = [core for core in cores if core - 1 not in cores]
+    ends = [core for core in cores if core + 1 not in cores]
+    return ",".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]]) -> "Table":
+    """A table whose first column is never cut; a column that starts with > is aligned to the right."""
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left")
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number, column in enumerate(columns):
+        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        table.add_column(column.removeprefix(">"), justify=justify, no_wrap=number == 0)
+    for row in rows:
+        table.add_row(*row)
     return table

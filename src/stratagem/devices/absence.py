@@ -28,7 +28,8 @@ def why_none(kind: str, host: Host) -> str:
         )
     elif kind == GPU and not _has_nvidia(host):
         reasons.append(f"torch {torch.__version__} finds no GPU")
-    return f"{'; '.join(reasons) or f'torch finds no {kind}'}. {_SIMULATE_HINT}."
+    hint = f" {_SIMULATE_HINT}." if kind == GPU else ""
+    return f"{'; '.join(reasons) or f'torch finds no {kind}'}.{hint}"
 
 
 def visibility_notes(host: Host) -> list[str]:
@@ -37,7 +38,7 @@ def visibility_notes(host: Host) -> list[str]:
     num_gpus = host.num_nvidia_gpus()
     if text is None:
         return []
-    if num_gpus is None or text.startswith(("GPU-", "MIG-")):
+    if num_gpus is None or masks.is_by_uuid(text):
         return [f"{_env.CUDA_VISIBLE_DEVICES}={text!r} is set and hides the GPUs that it does not list"]
     mask = masks.apply(text, num_gpus)
     if mask.complaint:

@@ -37,6 +37,9 @@ class Accelerator(Protocol):
 
     def reset_peak(self, index: int) -> None: ...
 
+    def memory_fraction(self, index: int) -> float:
+        """The part of its memory that this process may use now."""
+
     def limit_memory(self, index: int, fraction: float) -> None: ...
 
     def reserve(self, index: int, limit_bytes: int | None) -> None:
@@ -92,6 +95,9 @@ class CachingAccelerator:
         if self._torch.is_initialized():
             self._torch.reset_peak_memory_stats(index)
 
+    def memory_fraction(self, index: int) -> float:
+        return float(self._torch.get_per_process_memory_fraction(index))
+
     def limit_memory(self, index: int, fraction: float) -> None:
         self._torch.set_per_process_memory_fraction(fraction, index)
 
@@ -131,6 +137,9 @@ class MetalAccelerator:
 
     def reset_peak(self, index: int) -> None:
         self._torch.empty_cache()
+
+    def memory_fraction(self, index: int) -> float:
+        return 1.0  # torch does not tell
 
     def limit_memory(self, index: int, fraction: float) -> None:
         self._torch.set_per_process_memory_fraction(fraction)

@@ -4,6 +4,7 @@ All are frozen and only describe; what exists and what is configured is `invento
 """
 
 import dataclasses
+import numbers
 
 import torch
 
@@ -88,7 +89,7 @@ class LogicalDeviceConfiguration:
             raise DeviceConfigurationError(
                 f"give memory_limit={self.memory_limit!r} or memory_fraction={fraction!r}, not both"
             )
-        if self.num_cores is not None and not (type(self.num_cores) is int and self.num_cores > 0):
+        if self.num_cores is not None and not (isinstance(self.num_cores, numbers.Integral) and self.num_cores > 0):
             raise DeviceConfigurationError(f"num_cores must be a whole number from 1 up, got {self.num_cores!r}")
 
     def limit_bytes(self, total_memory_bytes: int) -> int | None:
@@ -135,15 +136,17 @@ class LogicalDevice:
         return self.physical.simulated
 
     def __repr__(self) -> str:
+        cores = f", cores={self.cores}" if self.cores else ""
+        limit = "" if self.memory_limit_bytes is None else f", memory_limit='{mib(self.memory_limit_bytes)}'"
         simulated = ", simulated=True" if self.simulated else ""
-        return f"LogicalDevice(name={self.name!r}, device_type={self.device_type!r}{simulated})"
+        return f"LogicalDevice(name={self.name!r}, device_type={self.device_type!r}{cores}{limit}{simulated})"
 
 
 def check_memory_limit(memory_limit: float | None) -> None:
     """Refuses a limit in MiB that cannot be one."""
-    if memory_limit is not None and not (_is_number(memory_limit) and 0 < memory_limit < float("inf")):
-        raise DeviceConfigurationError(f"memory_limit must be a positive number of MiB, got {memory_limit!r}")
+    if memory_limit is not None and not (_is_number(memory_limit) and 1 <= memory_limit < 2**40):
+        raise DeviceConfigurationError(f"memory_limit must be a number of MiB from 1 up, got {memory_limit!r}")
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from stratagem.devices.device import DeviceDetails, LogicalDeviceConfiguration, PhysicalDevice, mib
+from stratagem.devices.device import MIB, DeviceDetails, LogicalDeviceConfiguration, PhysicalDevice, mib
 from stratagem.devices.spec import CPU
 from stratagem.errors import DeviceConfigurationError, DeviceTypeError
 
@@ -36,6 +36,8 @@ def divide(
     parts = [LogicalDeviceConfiguration()] if parts is None else parts
     check_parts(device, parts)
     limits = _memory_limits(device, details.total_memory_bytes, parts)
+    if not cores and any(part.num_cores is not None for part in parts):
+        raise DeviceConfigurationError(f"num_cores is for shares of a CPU; {device.name} is divided by memory_limit")
     shares = _core_shares(device, cores, parts) if cores else [()] * len(parts)
     return [Share(*share) for share in zip(shares, limits, strict=True)]
 
@@ -43,7 +45,11 @@ def divide(
 def check_parts(device: PhysicalDevice, parts: Sequence[LogicalDeviceConfiguration]) -> None:
     """Refuses what is not a list of at least one share."""
     if isinstance(parts, LogicalDeviceConfiguration) or not isinstance(parts, Sequence) or isinstance(parts, str):
-        raise DeviceTypeError(f"{device.name} is divided by a list of LogicalDeviceConfiguration, got {parts!r}")
+        number = parts if isinstance(parts, int) else 2
+        raise DeviceTypeError(
+            f"{device.name} is divided by a list, for example [LogicalDeviceConfiguration()] * {number}; "
+            f"each share is a LogicalDeviceConfiguration, got {parts!r}"
+        )
     for part in parts:
         if not isinstance(part, LogicalDeviceConfiguration):
             raise DeviceTypeError(f"each share of {device.name} is a LogicalDeviceConfiguration, got {part!r}")
@@ -101,9 +107,11 @@ def _memory_limits(
     given = [limit for limit in limits if limit is not None]
     for limit in given:
         if limit > total_bytes:
+            hint = f". memory_limit is in MiB: for {mib(limit // MIB)} write {limit // MIB // MIB}"
             raise DeviceConfigurationError(
                 f"memory limit {mib(limit)} for {device.name} is above its {mib(total_bytes)}; "
                 f"logical limits on one device must add up to at most that"
+                f"{hint if MIB <= limit // MIB <= total_bytes else ''}"
             )
     if sum(given) > total_bytes:
         raise DeviceConfigurationError(

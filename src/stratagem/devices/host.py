@@ -40,25 +40,31 @@ class Host:
                 quotas.append(int(granted) / int(period))
         return min(quotas, default=None)
 
-    def num_threads(self, num_cores: int) -> int:
-        """How many threads are worth running on so many of the cores, given the quota."""
+    def num_threads(self, num_cores: int, total_cores: int) -> int:
+        """How many threads are worth running on so many of all cores, given the quota."""
         quota = self.cpu_quota()
         if quota is None:
             return num_cores
-        return max(1, min(num_cores, int(quota * num_cores / len(self.cores()))))
+        return max(1, min(num_cores, int(quota * num_cores / total_cores)))
 
     def total_memory_bytes(self) -> int:
         """The memory of the machine, or what the control group grants if that is less."""
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if found := self._read_kib("proc/meminfo", "MemTotal"):
             total = found
-        return min([total, *self._granted_memory()])
+        return min([total, *(granted for granted, _ in self._granted_memory())])
+
+    def available_memory_bytes(self) -> int | None:
+        """What this process may still take, by the account of the machine and of its control groups."""
+        available = self._read_kib("proc/meminfo", "MemAvailable")
+        if available is None:
+            return None
+        return max(0, min([available, *(granted - used for granted, used in self._granted_memory())]))
 
     def used_memory_bytes(self) -> int | None:
-        """What all processes of the machine hold together; `None` where `/proc` is missing."""
-        available = self._read_kib("proc/meminfo", "MemAvailable")
-        total = self._read_kib("proc/meminfo", "MemTotal")
-        return None if available is None or total is None else total - available
+        """What is not available any more; `None` where `/proc` is missing."""
+        available = self.available_memory_bytes()
+        return None if available is None else self.total_memory_bytes() - available
 
     def model_name(self) -> str:
         """What the CPU's maker calls it."""
@@ -103,13 +109,14 @@ class Host:
         match = re.search(rf"^{field}:\s*(\d+) kB", _text(self.root / file), re.MULTILINE)
         return int(match[1]) * 1024 if match else None
 
-    def _granted_memory(self) -> list[int]:
-        texts = [
-            _text(folder / file)
+    def _granted_memory(self) -> list[tuple[int, int]]:
+        """What each control group grants its processes, and what they have of it."""
+        accounts = [
+            (_text(folder / granted), _text(folder / used))
             for folder in self._control_groups("memory")
-            for file in ("memory.max", "memory.limit_in_bytes")
+            for granted, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
         ]
-        return [int(text) for text in texts if text.isdigit()]
+        return [(int(granted), int(used or 0)) for granted, used in accounts if granted.isdigit()]
 
     def _control_groups(self, controller: str) -> list[Path]:
         """The groups of this process, innermost first: version 2 and, where it is mounted, version 1."""

@@ -6,6 +6,7 @@ shares is `division`'s, readings and limits of memory are `memory`'s and `servin
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import final
 
@@ -35,7 +36,8 @@ class Inventory:
 
     def __init__(self, host: Host | None = None, accelerators: Sequence[Accelerator] | None = None) -> None:
         self.host = host or Host()
-        self._accelerators = {each.kind: each for each in accelerators or of_this_machine()}
+        known = of_this_machine() if accelerators is None else accelerators
+        self._accelerators = {each.kind: each for each in known}
         self._simulated: dict[str, Simulation] = {}
         self._visible: dict[str, tuple[PhysicalDevice, ...]] = {}
         self._parts: dict[PhysicalDevice, tuple[LogicalDeviceConfiguration, ...]] = {}
@@ -60,7 +62,7 @@ class Inventory:
     def simulate(self, kind: str, count: int, memory_limit: float | None = None) -> list[PhysicalDevice]:
         """Puts simulated devices in the place of all devices of that kind."""
         simulation = Simulation(kind, count, memory_limit)
-        simulation.details(self.host.total_memory_bytes(), len(self.host.cores()))
+        simulated.check_fit((self._simulations() | {simulation.kind: simulation}).values(), self._host_memory_bytes)
         self._require_unused(f"simulate_devices({kind!r}, {count})")
         self._simulated[simulation.kind] = simulation
         self._visible.pop(simulation.kind, None)
@@ -69,11 +71,23 @@ class Inventory:
                 del configured[device]
         return self.physical(simulation.kind)
 
+    def simulated_kinds(self) -> list[str]:
+        """The kinds that are simulated, hidden ones too."""
+        return sorted(self._simulations())
+
     # What is visible
 
     def visible(self, kind: str | None = None) -> list[PhysicalDevice]:
         """The physical devices that become logical ones."""
-        return [device for each in _kinds(kind) for device in self._visible.get(each, self._physical_of(each))]
+        devices = []
+        for each in _kinds(kind):
+            existing = self._physical_of(each)
+            chosen = self._visible.get(each, existing)
+            # The environment may have changed since they were chosen.
+            for gone in [device for device in chosen if device not in existing]:
+                self._warn_once(f"{gone.name} was made visible, but does not exist any more")
+            devices += [device for device in chosen if device in existing]
+        return devices
 
     def set_visible(self, devices: DeviceLike | Sequence[DeviceLike], kind: str | None = None) -> None:
         """Hides every other device of the kind, or, without a kind, every other accelerator."""
@@ -135,7 +149,7 @@ class Inventory:
         if isinstance(device, PhysicalDevice):
             raise DeviceTypeError(f"{device!r} is a physical device; name a logical one such as 'cpu:0'")
         spec = lookup.local_spec(device)
-        return lookup.find(device, spec, self.logical(spec.device_type), self._why_none(spec.device_type))
+        return lookup.find(device, spec, self.logical(spec.device_type), "logical", self._why_none(spec.device_type))
 
     def select(self, devices: Sequence[DeviceLike] | None = None) -> tuple[LogicalDevice, ...]:
         """The devices of a list of names, or all of the best kind: accelerators before the CPU."""
@@ -154,9 +168,11 @@ class Inventory:
     def find_physical(self, device: DeviceLike) -> PhysicalDevice:
         """The physical device of that name, in any spelling."""
         if isinstance(device, LogicalDevice):
-            raise DeviceTypeError(f"{device!r} is a logical device; its hardware is {device.physical!r}")
+            raise DeviceTypeError(
+                f"{device!r} is a logical device; give {device.physical.name!r}, which it is a share of"
+            )
         spec = lookup.local_spec(device)
-        return lookup.find(device, spec, self.physical(spec.device_type), self._why_none(spec.device_type))
+        return lookup.find(device, spec, self.physical(spec.device_type), "physical", self._why_none(spec.device_type))
 
     # Being in use
 
@@ -186,23 +202,39 @@ class Inventory:
         return absence.why_none(kind, self.host)
 
     def _simulations(self) -> dict[str, Simulation]:
-        return simulated.read_variable(_env.simulate()) | self._simulated
+        return simulated.read_variable(_env.simulate(), self._host_memory_bytes) | self._simulated
+
+    def mask_complaint(self) -> str | None:
+        """What is wrong with `CUDA_VISIBLE_DEVICES` for the GPUs here, real or simulated."""
+        text = _env.cuda_visible_devices()
+        if simulation := self._simulations().get(GPU):
+            return masks.apply(text, simulation.count).complaint
+        num_gpus = self.host.num_nvidia_gpus()
+        return None if num_gpus is None or masks.is_by_uuid(text) else masks.apply(text, num_gpus).complaint
+
+    @functools.cached_property
+    def _host_cores(self) -> tuple[int, ...]:
+        # Read once: serving a device moves this process to fewer cores.
+        return self.host.cores()
+
+    @property
+    def _host_memory_bytes(self) -> int:
+        return self.host.total_memory_bytes()
 
     def _physical_of(self, kind: str) -> list[PhysicalDevice]:
         if kind == CPU:
             return [PhysicalDevice(CPU, 0)]
+        if kind == GPU:
+            self._warn_once(self.mask_complaint())
         if simulation := self._simulations().get(kind):
             return [PhysicalDevice(kind, index, simulated=True) for index in range(len(self._mask(simulation)))]
-        if kind == GPU and (num_gpus := self.host.num_nvidia_gpus()):
-            self._warn_once(masks.apply(_env.cuda_visible_devices(), num_gpus).complaint)
-        return [PhysicalDevice(kind, index) for index in range(self._accelerators[kind].count())]
+        accelerator = self._accelerators.get(kind)
+        return [PhysicalDevice(kind, index) for index in range(accelerator.count() if accelerator else 0)]
 
     def _mask(self, simulation: Simulation) -> tuple[int, ...]:
         """Which of the simulated devices are behind the renumbered visible ones."""
         text = _env.cuda_visible_devices() if simulation.kind == GPU else None
-        mask = masks.apply(text, simulation.count)
-        self._warn_once(mask.complaint)
-        return mask.indices
+        return masks.apply(text, simulation.count).indices
 
     def _warn_once(self, complaint: str | None) -> None:
         if complaint and complaint not in self._warned:
@@ -212,19 +244,19 @@ class Inventory:
     def _details(self, device: PhysicalDevice) -> DeviceDetails:
         if accelerator := self.accelerator(device):
             return accelerator.details(device.index)
-        host_memory_bytes, num_cores = self.host.total_memory_bytes(), len(self.host.cores())
+        num_cores = len(self._host_cores)
         if device.simulated:
-            return self._simulations()[device.device_type].details(host_memory_bytes, num_cores)
-        return DeviceDetails(self.host.model_name(), host_memory_bytes, num_cores)
+            return self._simulations()[device.device_type].details(self._host_memory_bytes, num_cores)
+        return DeviceDetails(self.host.model_name(), self._host_memory_bytes, num_cores)
 
     def _cores(self, device: PhysicalDevice) -> tuple[int, ...]:
         """The CPU cores behind a device."""
         if device.device_type == CPU:
-            return self.host.cores()
+            return self._host_cores
         if not device.simulated:
             return ()
         simulation = self._simulations()[device.device_type]
-        return split_cores(self.host.cores(), simulation.count)[self._mask(simulation)[device.index]]
+        return split_cores(self._host_cores, simulation.count)[self._mask(simulation)[device.index]]
 
     def _shares(self, device: PhysicalDevice) -> list[Share]:
         parts = self._parts.get(device)
@@ -240,7 +272,7 @@ class Inventory:
             physical=device,
             torch_device=torch.device(accelerator.torch_type, device.index) if accelerator else torch.device("cpu"),
             cores=share.cores,
-            num_threads=self.host.num_threads(len(share.cores)) if share.cores else None,
+            num_threads=self.host.num_threads(len(share.cores), len(self._host_cores)) if share.cores else None,
             memory_limit_bytes=share.memory_limit_bytes,
             memory_growth=self._growth.get(device, True),
         )

@@ -8,8 +8,9 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
+from stratagem import _env
 from stratagem.devices.device import LogicalDevice, PhysicalDevice
-from stratagem.devices.spec import CPU, DeviceSpec
+from stratagem.devices.spec import CPU, GPU, DeviceSpec
 from stratagem.errors import DeviceConfigurationError, DeviceNotFoundError, DeviceTypeError
 
 DeviceLike: TypeAlias = str | DeviceSpec | torch.device | PhysicalDevice | LogicalDevice
@@ -34,11 +35,12 @@ def local_spec(device: DeviceLike) -> DeviceSpec:
     return spec
 
 
-def find(device: DeviceLike, spec: DeviceSpec, known: Sequence[_Device], why_none: str | None) -> _Device:
+def find(device: DeviceLike, spec: DeviceSpec, known: Sequence[_Device], sort: str, why_none: str | None) -> _Device:
     """The one of `known` that `spec` names; without an index, the first.
 
     Args:
         device: What the user wrote, for the message.
+        sort: `physical` or `logical`, whichever `known` are.
         why_none: Why the machine has no device of that kind at all, if it has none.
     """
     for each in known:
@@ -48,8 +50,14 @@ def find(device: DeviceLike, spec: DeviceSpec, known: Sequence[_Device], why_non
     if why_none is not None:
         raise DeviceNotFoundError(f"{asked}: this machine has no visible {spec.device_type}. {why_none}")
     names = ", ".join(f"{each.device_type}:{each.index}".lower() for each in known)
-    here = f"{len(known)} {spec.device_type} device(s) ({names})" if known else f"hidden every {spec.device_type}"
-    more = "; divide the CPU with set_logical_device_configuration to have more" if spec.device_type == CPU else ""
+    here = (
+        f"{len(known)} {sort} {spec.device_type} device(s) ({names})" if known else f"hidden every {spec.device_type}"
+    )
+    more = ""
+    if spec.device_type == CPU and sort == "logical":
+        more = "; divide the CPU with set_logical_device_configuration to have more"
+    if spec.device_type == GPU and (mask := _env.cuda_visible_devices()) is not None:
+        more = f"; {_env.CUDA_VISIBLE_DEVICES}={mask!r} hides those that it does not list"
     raise DeviceNotFoundError(f"{asked}: this process has {here}{more}")
 
 

@@ -37,7 +37,8 @@ def apply(text: str | None, count: int) -> Mask:
     if text.strip().lower() in _HIDE_ALL:
         return Mask(())
     chosen: list[int] = []
-    for entry in text.split(","):
+    strange = None
+    for entry in text.rstrip(", ").split(","):
         index = _leading_number(entry)
         if index is None:
             return Mask(tuple(chosen), _complaint(text, f"{entry.strip()!r} is not an index from 0 up"))
@@ -45,8 +46,17 @@ def apply(text: str | None, count: int) -> Mask:
             return Mask(tuple(chosen), _complaint(text, f"there is no GPU {index} among {count}"))
         if index in chosen:
             return Mask((), f"{CUDA_VISIBLE_DEVICES}={text!r}: GPU {index} is listed twice, which hides every GPU")
+        if entry.strip().lstrip("+0") != str(index).lstrip("0"):
+            strange = (
+                f"{CUDA_VISIBLE_DEVICES}={text!r}: {entry.strip()!r} is read as {index}; separate indices by commas"
+            )
         chosen.append(index)
-    return Mask(tuple(chosen))
+    return Mask(tuple(chosen), strange)
+
+
+def is_by_uuid(text: str | None) -> bool:
+    """Whether GPUs are named by the identity of their hardware, which only the driver can resolve."""
+    return text is not None and text.startswith(("GPU-", "MIG-"))
 
 
 def _leading_number(entry: str) -> int | None:

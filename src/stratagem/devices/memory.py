@@ -5,19 +5,41 @@ errors. `docs/decisions/0002-cpu-memory-limits.md` says why it is done this way.
 """
 
 import contextlib
+import ctypes
+import gc
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from stratagem.devices.device import LogicalDevice, mib
 from stratagem.devices.host import Host
 from stratagem.errors import StratagemError
 
+# How the libraries under torch say that an allocation failed.
+_WORDS = ("DefaultCPUAllocator", "bad_alloc", "enforce fail", "can't start new thread", "could not create a primitive")
+
 
 class OutOfMemoryError(StratagemError, torch.OutOfMemoryError, MemoryError):
-    """A device would have gone over its memory limit. The process goes on, and what fits still works."""
+    """A device would have gone over its memory limit. The process goes on, and what fits still works.
+
+    Args:
+        message: What happened and what to do.
+        device: The name of the device.
+        limit_bytes: How much memory it has.
+        requested_bytes: How much was asked for, where that is known.
+    """
+
+    def __init__(
+        self, message: str, device: str = "", limit_bytes: int | None = None, requested_bytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.device = device
+        self.limit_bytes = limit_bytes
+        self.requested_bytes = requested_bytes
 
 
 @contextlib.contextmanager
@@ -33,35 +55,70 @@ def limited(num_bytes: int, host: Host) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
+def release_freed() -> None:
+    """Gives memory that is free but still held back to the system, so that it does not count as used."""
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 @contextlib.contextmanager
 def naming(device: LogicalDevice, in_use_bytes: Callable[[], int]) -> Iterator[None]:
     """Turns every kind of running out of memory into an error that names the device.
 
-    Goes around `limited`, so that the limit is off while the message is made.
+    In torch's functions it does so where they are called, so that a handler inside the block meets
+    the same error as one around it. It goes around `limited`, so that the limit is off while the
+    message of any other error is made.
     """
     try:
-        yield
-    except OutOfMemoryError:
-        raise
+        with _Naming(device, in_use_bytes) if device.memory_limit_bytes is not None else contextlib.nullcontext():
+            yield
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        _raise_named(error, device, in_use_bytes)
+        raise
+
+
+@final
+class _Naming(TorchFunctionMode):
+    def __init__(self, device: LogicalDevice, in_use_bytes: Callable[[], int]) -> None:
+        super().__init__()
+        self._device = device
+        self._in_use_bytes = in_use_bytes
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except (MemoryError, RuntimeError) as error:
+            _raise_named(error, self._device, self._in_use_bytes)
             raise
-        raise OutOfMemoryError(_message(device, in_use_bytes(), str(error))) from error
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def _message(device: LogicalDevice, in_use_bytes: int, cause: str) -> str:
-    asked = _asked_bytes(cause)
-    what = "more memory" if asked is None else mib(asked)
-    limit_bytes = device.memory_limit_bytes
-    limit = "all of its memory" if limit_bytes is None else f"its limit of {mib(limit_bytes)}"
-    return (
-        f"out of memory on {device.name}: asked for {what} with {mib(in_use_bytes)} in use of {limit}. "
-        f"Use a smaller batch or model, or raise memory_limit in its LogicalDeviceConfiguration"
+def _raise_named(error: Exception, device: LogicalDevice, in_use_bytes: Callable[[], int]) -> None:
+    """Raises the error that names the device; returns if `error` is about something else."""
+    out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        device.torch_device.type == "cpu" and any(words in str(error) for words in _WORDS)
     )
+    if not out_of_memory or isinstance(error, OutOfMemoryError):
+        return
+    asked, limit = _asked_bytes(str(error)), device.memory_limit_bytes
+    # Once the block has been left, what was in use may be free again: then the figure says nothing.
+    used = in_use_bytes()
+    plausible = limit is None or used + (asked or 0) > limit
+    raise OutOfMemoryError(
+        f"out of memory on {device.name}: asked for {'more memory' if asked is None else mib(asked)}"
+        f"{f' with {mib(used)} in use' if plausible else ''}"
+        f"{' of all that it has' if limit is None else f', its limit is {mib(limit)}'}. "
+        f"Use a smaller batch or model, or give the device a larger memory_limit",
+        device=device.name,
+        limit_bytes=limit,
+        requested_bytes=asked,
+    ) from error
 
 
 def _asked_bytes(cause: str) -> int | None:

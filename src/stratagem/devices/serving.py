@@ -7,6 +7,7 @@ A replica process serves its device for life; a program may serve one for a whil
 import contextlib
 import dataclasses
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,19 +19,20 @@ from stratagem.devices.device import LogicalDevice, mib
 from stratagem.devices.host import Host
 from stratagem.devices.inventory import Inventory, this_process
 from stratagem.devices.lookup import DeviceLike
-from stratagem.devices.memory import OutOfMemoryError, limited, naming
+from stratagem.devices.memory import OutOfMemoryError, limited, naming, release_freed
 from stratagem.devices.spec import CPU
 from stratagem.errors import DeviceError, DevicesInUseError, DeviceWarning
 
 
 @dataclasses.dataclass(frozen=True)
 class _Served:
-    """A share of the CPU and what this process already held when it began to serve it."""
+    """A device and what this process already held of the CPU's memory when it began to serve it."""
 
     device: LogicalDevice
     baseline_bytes: int
 
 
+_seat = threading.Lock()
 _served: list[_Served] = []
 
 
@@ -39,8 +41,9 @@ def serve(device: DeviceLike, *, inventory: Inventory | None = None) -> Iterator
     """Runs the block on one logical device: on its cores, with its threads, within its memory limit.
 
     A share of the CPU (or a simulated GPU) counts what this process takes from now on; going over
-    the limit raises `OutOfMemoryError` and the process lives on. On a real GPU torch's allocator
-    holds the limit. Everything is put back when the block ends.
+    the limit raises `OutOfMemoryError` and the process lives on. What was held before does not count;
+    freeing it inside the block makes room for as much. On a real GPU torch's allocator holds the
+    limit. A process serves one device at a time. Everything is put back when the block ends.
 
     Args:
         device: A logical device or its name.
@@ -57,13 +60,9 @@ def serve(device: DeviceLike, *, inventory: Inventory | None = None) -> Iterator
     """
     inventory = inventory or this_process()
     logical = inventory.resolve(device)
-    if _served:
-        raise DevicesInUseError(
-            f"this process serves {_served[-1].device.name} and cannot serve {logical.name} too; leave that block first"
-        )
     accelerator = inventory.accelerator(logical.physical)
     hardware = _on_accelerator(logical, accelerator) if accelerator else _on_host(logical, inventory.host)
-    with inventory.in_use(f"serve({logical.name!r})"), hardware:
+    with _seated(logical), inventory.in_use(f"serve({logical.name!r})"), hardware:
         yield logical
 
 
@@ -73,6 +72,8 @@ def memory_info(device: DeviceLike, inventory: Inventory) -> dict[str, int]:
     if accelerator := inventory.accelerator(logical.physical):
         return accelerator.memory_info(logical.physical.index)
     baseline = _baseline_bytes(logical, inventory)
+    if baseline is None:
+        return {"current": 0, "peak": 0}
     return {
         "current": max(0, inventory.host.process_memory_bytes() - baseline),
         "peak": max(0, inventory.host.process_peak_bytes() - baseline),
@@ -84,22 +85,33 @@ def reset_memory_stats(device: DeviceLike, inventory: Inventory) -> None:
     logical = inventory.resolve(device)
     if accelerator := inventory.accelerator(logical.physical):
         accelerator.reset_peak(logical.physical.index)
-    else:
-        _baseline_bytes(logical, inventory)
+    elif _baseline_bytes(logical, inventory) is not None:
         inventory.host.reset_process_peak()
 
 
-def _baseline_bytes(device: LogicalDevice, inventory: Inventory) -> int:
-    """What does not count as the device's; an undivided CPU counts all that the process holds."""
+def _baseline_bytes(device: LogicalDevice, inventory: Inventory) -> int | None:
+    """What does not count as the device's; `None` if this process does not serve it and so holds nothing there.
+
+    An undivided CPU, which every process runs on, counts all that the process holds.
+    """
     for served in _served:
-        if served.device == device:
+        if served.device.name == device.name:
             return served.baseline_bytes
-    if device.device_type == CPU and len(inventory.logical(CPU)) == 1:
-        return 0
-    raise DeviceError(
-        f"this process does not serve {device.name}, so it has no memory reading of it; "
-        f"ask inside `with serve({device.name!r})` or in the process that serves it"
-    )
+    return 0 if device.device_type == CPU and len(inventory.logical(CPU)) == 1 else None
+
+
+@contextlib.contextmanager
+def _seated(device: LogicalDevice) -> Iterator[None]:
+    """Cores, threads and limits are the whole process', so it serves one device at a time."""
+    if not _seat.acquire(blocking=False):
+        raise DevicesInUseError(
+            f"this process already serves {' and '.join(each.device.name for each in _served)} and cannot serve "
+            f"{device.name} too; leave that block first, or serve each device in a process of its own"
+        )
+    try:
+        yield
+    finally:
+        _seat.release()
 
 
 @contextlib.contextmanager
@@ -107,24 +119,34 @@ def _on_host(device: LogicalDevice, host: Host) -> Iterator[None]:
     """Cores first, so that threads are born on them; then threads, which cost memory; then the limit."""
     _require_available(device, host)
     with _pinned(device.cores), _threads(device.num_threads or len(device.cores)):
+        release_freed()
         with contextlib.suppress(DeviceError):  # where the peak cannot be reset, it counts from the start
             host.reset_process_peak()
         baseline_data_bytes = host.process_data_bytes() if host.reads_memory() else 0
-        _served.append(_Served(device, host.process_memory_bytes() if host.reads_memory() else 0))
-        try:
-            with naming(device, lambda: host.process_data_bytes() - baseline_data_bytes), _limit(device, host):
-                yield
-        finally:
-            _served.pop()
+        with (
+            _noted(device, host.process_memory_bytes() if host.reads_memory() else 0),
+            naming(device, lambda: max(0, host.process_data_bytes() - baseline_data_bytes)),
+            _limit(device, host),
+        ):
+            yield
+
+
+@contextlib.contextmanager
+def _noted(device: LogicalDevice, baseline_bytes: int) -> Iterator[None]:
+    _served.append(_Served(device, baseline_bytes))
+    try:
+        yield
+    finally:
+        _served.pop()
 
 
 @contextlib.contextmanager
 def _on_accelerator(device: LogicalDevice, accelerator: Accelerator) -> Iterator[None]:
     index, limit_bytes = device.physical.index, device.memory_limit_bytes
-    with accelerator.selected(index), contextlib.ExitStack() as put_back:
+    with _noted(device, 0), accelerator.selected(index), contextlib.ExitStack() as put_back:
         put_back.enter_context(naming(device, lambda: accelerator.memory_info(index)["current"]))
         if limit_bytes is not None:
-            put_back.callback(accelerator.limit_memory, index, 1.0)
+            put_back.callback(accelerator.limit_memory, index, accelerator.memory_fraction(index))
             accelerator.limit_memory(index, limit_bytes / accelerator.details(index).total_memory_bytes)
         if not device.memory_growth:
             accelerator.reserve(index, limit_bytes)

@@ -5,6 +5,7 @@ Where they appear and how they are masked and divided is `inventory`'s and `divi
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 from stratagem._env import SIMULATE
 from stratagem.devices.device import MIB, DeviceDetails, check_memory_limit, mib
@@ -42,23 +43,31 @@ class Simulation:
     def details(self, host_memory_bytes: int, num_cores: int) -> DeviceDetails:
         """What each of the devices is, on a machine with so much memory and so many cores."""
         memory_bytes = host_memory_bytes // self.count if self.memory_limit is None else int(self.memory_limit * MIB)
-        if memory_bytes < MIB:
-            raise DeviceConfigurationError(
-                f"{self.count} simulated {self.kind}s would have less than 1 MiB each; simulate fewer"
-            )
-        if memory_bytes * self.count > host_memory_bytes:
-            raise DeviceConfigurationError(
-                f"{self.count} simulated {self.kind}s of {mib(memory_bytes)} need {mib(memory_bytes * self.count)}, "
-                f"this machine has {mib(host_memory_bytes)}; lower memory_limit or their number"
-            )
         return DeviceDetails(f"simulated {self.kind}", memory_bytes, num_cores=max(1, num_cores // self.count))
 
 
-def read_variable(text: str | None) -> dict[str, Simulation]:
+def check_fit(simulations: Iterable[Simulation], host_memory_bytes: int) -> None:
+    """Refuses devices that have more memory than the machine, or next to none."""
+    needed_bytes = 0
+    for each in simulations:
+        memory_bytes = each.details(host_memory_bytes, num_cores=1).total_memory_bytes
+        if memory_bytes < MIB:
+            raise DeviceConfigurationError(
+                f"{each.count} simulated {each.kind}s would have less than 1 MiB each; simulate fewer"
+            )
+        needed_bytes += memory_bytes * each.count if each.memory_limit is not None else 0
+        if needed_bytes > host_memory_bytes:
+            raise DeviceConfigurationError(
+                f"{each.count} simulated {each.kind}s of {mib(memory_bytes)} bring the memory of all simulated devices "
+                f"to {mib(needed_bytes)}, this machine has {mib(host_memory_bytes)}; lower memory_limit or their number"
+            )
+
+
+def read_variable(text: str | None, host_memory_bytes: int) -> dict[str, Simulation]:
     """Reads `STRATAGEM_SIMULATE`: `KIND:COUNT` or `KIND:COUNT:MIB`, separated by commas.
 
     Example:
-        >>> read_variable("gpu:4:512")
+        >>> read_variable("gpu:4:512", host_memory_bytes=2**34)
         {'GPU': Simulation(kind='GPU', count=4, memory_limit=512)}
     """
     simulations: dict[str, Simulation] = {}
@@ -77,4 +86,8 @@ def read_variable(text: str | None) -> dict[str, Simulation]:
         if simulation.kind in simulations:
             raise EnvironmentVariableError(f"{SIMULATE}={text!r} gives {simulation.kind} twice; give it once")
         simulations[simulation.kind] = simulation
+    try:
+        check_fit(simulations.values(), host_memory_bytes)
+    except DeviceConfigurationError as error:
+        raise EnvironmentVariableError(f"{SIMULATE}={text!r}: {error}") from error
     return simulations

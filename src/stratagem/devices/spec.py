@@ -32,6 +32,8 @@ def parse_kind(text: str) -> str:
         raise DeviceTypeError(f"a kind of device is a text such as 'GPU', got {text!r}")
     kind = _SPELLINGS.get(text.strip().upper())
     if kind is None:
+        if text.partition(":")[0].strip().upper() in _SPELLINGS:
+            raise UnknownDeviceError(f"{text!r} is a device, not a kind; write {text.partition(':')[0]!r}")
         raise UnknownDeviceError(f"unknown kind of device {text!r}. Known kinds: {_KNOWN}.{_suggestion(text)}")
     return kind
 
@@ -102,6 +104,8 @@ class DeviceSpec:
 
     def make_merged_spec(self, other: "DeviceSpec") -> "DeviceSpec":
         """This spec with every part that `other` gives taken from `other`."""
+        if not isinstance(other, DeviceSpec):
+            raise DeviceTypeError(f"a spec is merged with a DeviceSpec, got {other!r}; use DeviceSpec.from_string")
         given = {part: value for part, value in vars(other).items() if value is not None}
         return dataclasses.replace(self, **given)
 
@@ -139,7 +143,7 @@ def _read_kind(word: str, text: str) -> str | None:
         return None
     kind = _SPELLINGS.get(word.upper())
     if kind is None:
-        _refuse(text, f"Known kinds: {_KNOWN}. Example: 'gpu:0'.{_suggestion(word)}")
+        _refuse(text, f"Known kinds: {_KNOWN}. Example: 'gpu:0'.{_suggestion(text)}")
     return kind
 
 
@@ -151,9 +155,14 @@ def _read_index(word: str, text: str) -> int | None:
     return int(word)
 
 
-def _suggestion(word: str) -> str:
-    close = difflib.get_close_matches(word.strip().upper(), _SPELLINGS, n=1, cutoff=0.5)
-    return f" Did you mean {close[0].lower()!r}?" if close else ""
+def _suggestion(text: str) -> str:
+    """The likeliest name for a text such as `gpx:0` or `gpu1`, if any is likely."""
+    match = re.fullmatch(r"([A-Za-z]+)[^A-Za-z0-9]*([0-9]*)", text.strip().rpartition("/")[2].removeprefix("device:"))
+    close = difflib.get_close_matches(match[1].upper(), _SPELLINGS, n=1, cutoff=0.6) if match else []
+    if match is None or not close:
+        return ""
+    index = f":{match[2]}" if match[2] else ""
+    return f" Did you mean '{close[0].lower()}{index}'?"
 
 
 def _refuse(text: str, why: str) -> NoReturn:

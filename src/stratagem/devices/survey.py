@@ -48,16 +48,14 @@ class Survey:
 def survey(inventory: Inventory | None = None) -> Survey:
     """Looks at every device of this process."""
     inventory = inventory or this_process()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", DeviceWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeviceWarning)  # the notes say the same
         visible = inventory.visible()
         physical = [
             SurveyedDevice(device, inventory.details(device), device in visible, _memory_used(device, inventory))
             for device in inventory.physical()
         ]
-    notes = [str(each.message) for each in caught if issubclass(each.category, DeviceWarning)]
-    notes += [note for note in _notes(physical, inventory) if note not in notes]
-    return Survey(physical, inventory.logical(), notes)
+        return Survey(physical, inventory.logical(), _notes(physical, inventory))
 
 
 def _memory_used(device: PhysicalDevice, inventory: Inventory) -> int | None:
@@ -67,14 +65,21 @@ def _memory_used(device: PhysicalDevice, inventory: Inventory) -> int | None:
 
 
 def _notes(physical: list[SurveyedDevice], inventory: Inventory) -> list[str]:
-    notes = []
+    complaint = inventory.mask_complaint()
+    notes = [complaint] if complaint else []
     simulated = sorted({each.device.device_type for each in physical if each.device.simulated})
-    if simulated:
+    hidden = [kind for kind in inventory.simulated_kinds() if kind not in simulated]
+    if hidden:
+        mask = _env.cuda_visible_devices()
+        notes.append(
+            f"{', '.join(hidden)} devices are simulated, but {_env.CUDA_VISIBLE_DEVICES}={mask!r} hides all of them"
+        )
+    elif simulated:
         notes.append(f"{', '.join(simulated)} devices are simulated by shares of the CPU")
     elif not any(each.device.device_type != CPU for each in physical):
         notes.append(f"no GPU: {absence.why_none(GPU, inventory.host)}")
     else:
-        notes += absence.visibility_notes(inventory.host)
+        notes += [note for note in absence.visibility_notes(inventory.host) if note != complaint]
     notes += [
         f"{name} is not a variable that stratagem reads; did you mean {meant}?" for name, meant in _env.misspelt()
     ]
