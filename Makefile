@@ -20,9 +20,9 @@ $(READY): pyproject.toml constraints.txt
 	@$(RUN)/pip install -qq --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## Show the devices and train a model on one of them
+demo: $(READY)  ## Train a network on one device and on 2 and 4 logical devices, side by side
 	@$(RUN)/stratagem devices
-	@$(RUN)/python examples/one_device.py
+	@$(RUN)/python examples/demo.py
 
 test: $(READY)  ## Run all tests
 	@$(RUN)/pytest
@@ -40,6 +40,8 @@ format: $(READY)  ## Format the code and mend what the linter can mend
 bench: $(READY)  ## Measure; tables on the screen, figures in benchmarks/results
 	@$(RUN)/python -m benchmarks.import_time
 	@$(RUN)/python -m benchmarks.memory_limit
+	@$(RUN)/python -m benchmarks.all_reduce
+	@$(RUN)/python -m benchmarks.training
 
 clean:  ## Remove what the other targets made
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis benchmarks/results

@@ -1,10 +1,14 @@
 """What every test gets: the guards, a fresh configuration, and a machine without surprises."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from stratagem import _env
 from stratagem.devices import inventory as inventory_module
+from stratagem.devices.device import LogicalDeviceConfiguration
 from stratagem.devices.inventory import Inventory
+from stratagem.replicas import launcher
 from tests.guards import adopt_orphans, nothing_left_behind
 
 __all__ = ["nothing_left_behind"]
@@ -14,11 +18,31 @@ def pytest_configure() -> None:
     adopt_orphans()
 
 
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[None]:
+    """Keeps one fork server for all tests: starting one takes seconds, forking from it does not."""
+    launcher.acquire()
+    yield
+    launcher.release()
+
+
+@pytest.fixture(scope="module")
+def four_cpus(fork_server: None) -> Iterator[None]:
+    """Divides the CPU into four logical devices for the tests of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        fresh = Inventory()
+        fresh.configure("cpu:0", [LogicalDeviceConfiguration()] * 4)
+        patch.setattr(inventory_module, "_THIS_PROCESS", fresh)
+        yield
+
+
 @pytest.fixture(autouse=True)
-def inventory(nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> Inventory:
+def inventory(nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Inventory:
     """The inventory of this process, as it is in a program that has just begun."""
     for variable in (_env.SIMULATE, _env.CUDA_VISIBLE_DEVICES):
         monkeypatch.delenv(variable, raising=False)
+    if "four_cpus" in request.fixturenames:
+        return inventory_module.this_process()
     fresh = Inventory()
     monkeypatch.setattr(inventory_module, "_THIS_PROCESS", fresh)
     return fresh

@@ -1,3 +1,8 @@
+"""Runs every program and notebook of `examples/` as a user would, and checks what it shows."""
+
+import difflib
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -6,14 +11,138 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-@pytest.mark.slow
-def test_one_device_trains_and_meets_its_limit() -> None:
+
+def run_example(name: str, *options: str) -> str:
+    """What an example prints; it must succeed and complain about nothing."""
+    command = [sys.executable, str(EXAMPLES / name), *options]
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "one_device.py")], capture_output=True, text=True, timeout=55, check=True
+        command, capture_output=True, text=True, timeout=170, check=False, env={**os.environ, "COLUMNS": "100"}
     )
-    words = " ".join(done.stdout.split())
+    assert done.returncode == 0, done.stderr
+    # On its first day in a fresh home matplotlib says that it lists the fonts.
+    assert [line for line in done.stderr.splitlines() if not line.startswith("Matplotlib is building")] == []
+    return done.stdout
+
+
+def epochs_of(text: str) -> tuple[list[float], list[float]]:
+    """The losses and accuracies (in percent) that a training loop has printed."""
+    lines = re.findall(r"epoch +\d+: loss (\S+), test accuracy (\S+)%", text)
+    return [float(loss) for loss, _ in lines], [float(accuracy) for _, accuracy in lines]
+
+
+@pytest.fixture(scope="module")
+def baseline() -> tuple[list[float], list[float]]:
+    """What the plain torch program prints: the losses and accuracies that all others must come to."""
+    return epochs_of(run_example("custom_loop_baseline.py"))
+
+
+def test_one_device_trains_and_meets_its_limit() -> None:
+    words = " ".join(run_example("one_device.py").split())
     accuracy = float(words.split("accuracy ")[1].split("%")[0])
     assert accuracy > 95
     assert "out of memory on /device:CPU:1: asked for 2 GiB" in words
-    assert done.stderr == ""
+
+
+def test_custom_loop_baseline_learns(baseline: tuple[list[float], list[float]]) -> None:
+    losses, accuracies = baseline
+    assert len(losses) == 12
+    assert accuracies[-1] > 95
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+def test_custom_loop_has_the_losses_of_the_baseline(
+    num_devices: int, baseline: tuple[list[float], list[float]]
+) -> None:
+    losses, accuracies = epochs_of(run_example("custom_loop.py", "--devices", str(num_devices)))
+    assert losses == pytest.approx(baseline[0], abs=2e-4)
+    assert accuracies[-1] > 95
+
+
+def test_custom_loop_shows_how_it_differs_from_the_baseline() -> None:
+    plain, distributed = (
+        (EXAMPLES / name).read_text().split('"""\n', maxsplit=1)
+        for name in ("custom_loop_baseline.py", "custom_loop.py")
+    )
+    changed = [
+        line
+        for line in difflib.unified_diff(plain[1].splitlines(), distributed[1].splitlines(), n=0, lineterm="")
+        if not line.startswith(("---", "+++", "@@"))
+    ]
+    shown = [line[4:] for line in distributed[0].splitlines() if line.startswith(("    +", "    -"))]
+    assert shown == changed
+
+
+def test_notebook_has_the_losses_of_the_baseline(tmp_path: Path, baseline: tuple[list[float], list[float]]) -> None:
+    outputs = outputs_of(execute_notebook("custom_loop.ipynb", tmp_path))
+    losses, accuracies = epochs_of(outputs)
+    assert losses == pytest.approx(baseline[0], abs=2e-4)
+    assert accuracies[-1] > 95
+    assert "(True, False)" in outputs
+    assert f"test accuracy {accuracies[-1]}%, 397 images" in outputs
+    assert "equal outputs: True; 38282 averages for 38282 parameters" in outputs
+    assert f"restored {accuracies[-1]}%; learning rates (0.0001, 0.0001)" in outputs
+
+
+def test_notebook_shows_the_outputs_that_it_gives(baseline: tuple[list[float], list[float]]) -> None:
+    kept = outputs_of((EXAMPLES / "custom_loop.ipynb").read_text())
+    assert epochs_of(kept)[0] == pytest.approx(baseline[0], abs=2e-4)
+
+
+def test_demo_shows_that_replicas_agree_and_saves_a_picture(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    output = tmp_path / "demo.png"
+    text = run_example("demo.py", "--epochs", "12", "--output", str(output))
+    rows = re.findall(r"^ *(one device|\d replicas) +(\S+)% +([\d,]+) +(\S+) x? +(\S+) +(\S+) *$", text, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["one device", "2 replicas", "4 replicas"]
+    for _, accuracy, examples_per_s, _, final_loss, difference in rows:
+        assert float(accuracy) > 95
+        assert float(examples_per_s.replace(",", "")) > 0
+        assert float(final_loss) == pytest.approx(float(rows[0][4]), abs=1e-4)
+        assert difference == "-" or float(difference) < 1e-4
+    assert f"picture: {output}" in text
+    height, width, _ = imread(output).shape
+    assert width > 1000
+    assert height > 400
+    assert imread(output)[:, :, :3].std() > 0.05, "the picture is empty"
+
+
+def test_demo_refuses_an_output_before_it_trains(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--output", str(tmp_path / "none" / "demo.png")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "--output is a .png file in a folder that exists" in done.stderr
+
+
+def execute_notebook(name: str, folder: Path) -> str:
+    """The notebook with fresh outputs, as JSON; executed in its own folder by a process of its own."""
+    program = (
+        "import sys, nbformat; from nbclient import NotebookClient; "
+        "notebook = nbformat.read(sys.argv[1], as_version=4); "
+        "place = {'metadata': {'path': sys.argv[2]}}; "
+        "NotebookClient(notebook, timeout=150, kernel_name='python3', resources=place).execute(); "
+        "nbformat.write(notebook, sys.argv[3])"
+    )
+    # Nothing of the user's own Jupyter is read or written.
+    own = {f"JUPYTER_{kind}_DIR": str(folder / kind) for kind in ("CONFIG", "DATA", "RUNTIME")}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(EXAMPLES / name), str(EXAMPLES), str(folder / name)],
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+        env={**os.environ, **own, "IPYTHONDIR": str(folder / "ipython")},
+    )
+    assert done.returncode == 0, done.stderr
+    return (folder / name).read_text()
+
+
+def outputs_of(notebook: str) -> str:
+    """All that the cells of a notebook have printed or returned."""
+    import nbformat
+
+    cells = nbformat.reads(notebook, as_version=4).cells
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    return "\n".join(output.get("text") or output["data"]["text/plain"] for output in outputs)

@@ -16,6 +16,17 @@ if TYPE_CHECKING:
     from stratagem.devices import OutOfMemoryError as OutOfMemoryError
     from stratagem.devices import PhysicalDevice as PhysicalDevice
     from stratagem.errors import StratagemError as StratagemError
+    from stratagem.inputs import InputContext as InputContext
+    from stratagem.replicas.values import PerReplica as PerReplica
+    from stratagem.strategies.batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
+    from stratagem.strategies.context import get_replica_context as get_replica_context
+    from stratagem.strategies.context import has_strategy as has_strategy
+    from stratagem.strategies.context import in_cross_replica_context as in_cross_replica_context
+    from stratagem.strategies.losses import compute_average_loss as compute_average_loss
+    from stratagem.strategies.mirrored import MirroredStrategy as MirroredStrategy
+    from stratagem.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+    from stratagem.strategies.one_device import get_strategy as get_strategy
+    from stratagem.strategies.strategy import Strategy as Strategy
 
 __version__ = "0.1.0.dev0"
 
@@ -23,10 +34,21 @@ __version__ = "0.1.0.dev0"
 _MODULES = ("config", "devices", "errors")
 _NAMES = {
     "DeviceSpec": "devices",
+    "InputContext": "inputs",
     "LogicalDevice": "devices",
+    "MirroredStrategy": "strategies.mirrored",
+    "OneDeviceStrategy": "strategies.one_device",
     "OutOfMemoryError": "devices",
+    "PerReplica": "replicas.values",
     "PhysicalDevice": "devices",
     "StratagemError": "errors",
+    "Strategy": "strategies.strategy",
+    "compute_average_loss": "strategies.losses",
+    "convert_sync_batchnorm": "strategies.batch_norm",
+    "get_replica_context": "strategies.context",
+    "get_strategy": "strategies.one_device",
+    "has_strategy": "strategies.context",
+    "in_cross_replica_context": "strategies.context",
 }
 
 __all__ = [*_MODULES, *_NAMES, "__version__"]  # noqa: PLE0604  # all are names

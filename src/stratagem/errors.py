@@ -45,3 +45,35 @@ class EnvironmentVariableError(StratagemError, ValueError):
 
 class DeviceWarning(StratagemWarning):
     """Devices are available, but not in the way that someone seems to have meant."""
+
+
+class SharedMemoryError(StratagemError, OSError):
+    """Shared memory could not be had."""
+
+
+class ReplicaError(StratagemError, RuntimeError):
+    """Something went wrong in a replica."""
+
+
+class ReplicaDiedError(ReplicaError):
+    """A replica's process ended."""
+
+
+class ReplicaStalledError(ReplicaError):
+    """A replica lives but does not get on."""
+
+
+class StrategyError(StratagemError, RuntimeError):
+    """A strategy was used in a way or at a moment that it does not allow."""
+
+
+class CollectiveError(StratagemError, RuntimeError):
+    """Replicas did not take part in the same exchange."""
+
+
+class NonFiniteGradientError(StratagemError, ArithmeticError):
+    """Too many gradients in a row were not finite."""
+
+
+class UnevenDataError(StratagemError, ValueError):
+    """Data does not divide over the replicas as it was asked to."""

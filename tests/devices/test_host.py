@@ -74,6 +74,17 @@ def test_host_runs_no_more_threads_than_its_quota(tmp_path: Path, files: dict[st
     assert host.num_threads(num_cores=1, total_cores=8) == 1
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"proc/self/cgroup": "0::/app", "sys/fs/cgroup/app/memory.events": "low 0\noom 3\noom_kill 2\n"},
+        {"proc/self/cgroup": "4:memory:/", "sys/fs/cgroup/memory/memory.oom_control": "under_oom 0\noom_kill 2"},
+    ],
+)
+def test_host_counts_processes_killed_for_lack_of_memory(tmp_path: Path, files: dict[str, str]) -> None:
+    assert fake_host(tmp_path, files).num_oom_kills() == 2
+
+
 def test_host_counts_nvidia_gpus_through_their_driver(tmp_path: Path) -> None:
     assert fake_host(tmp_path, num_nvidia_gpus=3).num_nvidia_gpus() == 3
 

@@ -66,6 +66,15 @@ class Host:
         available = self.available_memory_bytes()
         return None if available is None else self.total_memory_bytes() - available
 
+    def num_oom_kills(self) -> int:
+        """How many processes of its control groups the kernel has killed for lack of memory."""
+        texts = [
+            _text(folder / file)
+            for folder in self._control_groups("memory")
+            for file in ("memory.events", "memory.oom_control")
+        ]
+        return sum(int(match[1]) for text in texts if (match := re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)))
+
     def model_name(self) -> str:
         """What the CPU's maker calls it."""
         match = re.search(r"^model name\s*:\s*(.+)$", _text(self.root / "proc/cpuinfo"), re.MULTILINE)

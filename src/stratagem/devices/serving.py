@@ -66,6 +66,15 @@ def serve(device: DeviceLike, *, inventory: Inventory | None = None) -> Iterator
         yield logical
 
 
+_lives = contextlib.ExitStack()
+
+
+def serve_for_life(device: LogicalDevice) -> None:
+    """Makes this process serve a device until it ends; for children, whose configuration is elsewhere."""
+    _lives.enter_context(_seated(device))
+    _lives.enter_context(_on_host(device, Host()))
+
+
 def memory_info(device: DeviceLike, inventory: Inventory) -> dict[str, int]:
     """What this process holds on a device, in bytes: `current`, and the most so far as `peak`."""
     logical = inventory.resolve(device)

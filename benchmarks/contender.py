@@ -1,0 +1,209 @@
+"""Trains one model with one library in processes of its own, and prints what it measured as JSON.
+
+Started by `training`; DDP through torchrun. Every contender sees the same weights and the same batch,
+and one step is one global batch.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.models import WORKLOADS, Workload
+from benchmarks.processes import descendants, pss_mb
+
+NUM_WARM_UP = 3
+PREFIX = "FIGURES "
+
+Figures = dict[str, Any]
+
+
+def build(workload: Workload) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The model with its optimizer, the same for everyone."""
+    torch.manual_seed(0)
+    model = workload.make_model()
+    return model, make_optimizer(model)
+
+
+def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of all contenders."""
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def measure(step: Callable[[], float], num_steps: int, warm: Callable[[], object] = lambda: None) -> Figures:
+    """Warms up, then times steps one by one.
+
+    Args:
+        step: Does one step and returns its loss.
+        num_steps: How many to time.
+        warm: Called between warming up and timing.
+    """
+    step()
+    first_step_s = time.time() - float(os.environ["BENCHMARK_STARTED"])  # when the command was started
+    for _ in range(NUM_WARM_UP - 1):
+        step()
+    warm()
+    seconds = []
+    for _ in range(num_steps):
+        start = time.perf_counter()
+        loss = step()
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": seconds, "loss": loss, "first_step_s": first_step_s}
+
+
+def memory(root: int) -> Figures:
+    """What all processes of a run hold, from the one that the command started; now, between two steps."""
+    pids = [root, *descendants(root)]
+    return {"pss_mb": pss_mb(pids), "num_processes": len(pids)}
+
+
+def single(workload: Workload, _: int) -> Figures:
+    """Plain torch in one process on all cores."""
+    model, optimizer = build(workload)
+    step = _plain_step(workload, model, optimizer, *workload.make_batch())
+    return measure(step, workload.num_steps) | memory(os.getpid())
+
+
+def ddp(workload: Workload, size: int) -> Figures:
+    """torch's DistributedDataParallel over gloo, under torchrun."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    torch.set_num_threads(_num_threads(size))
+    model, optimizer = build(workload)
+    inputs, targets = (each.chunk(size)[rank] for each in workload.make_batch())
+    parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    figures = measure(_plain_step(workload, parallel, optimizer, inputs, targets), workload.num_steps)
+    loss = torch.tensor(figures["loss"])
+    torch.distributed.all_reduce(loss)
+    figures["loss"] = loss.item() / size
+    if rank == 0:
+        figures |= memory(os.getppid())  # torchrun
+    torch.distributed.barrier()  # the others stay for as long as rank 0 counts their memory
+    torch.distributed.destroy_process_group()
+    return figures if rank == 0 else {}
+
+
+def stratagem(workload: Workload, size: int) -> Figures:
+    """MirroredStrategy on as many shares of the CPU."""
+    import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
+
+    share = sg.config.LogicalDeviceConfiguration()
+    sg.config.set_logical_device_configuration("cpu:0", [share] * size)
+    with sg.MirroredStrategy() as strategy:
+        with strategy.scope():
+            model, optimizer = build(workload)
+        batches = iter(strategy.distribute(_again(workload.make_batch())))
+
+        def train(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = workload.loss(model, inputs, targets)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def step() -> float:
+            return strategy.reduce("mean", strategy.run(train, args=next(batches))).item()
+
+        return measure(step, workload.num_steps) | memory(os.getpid())
+
+
+def hogwild(workload: Workload, size: int) -> Figures:
+    """Processes that train the same shared parameters, each on its own and without a lock.
+
+    Nothing is exchanged and nobody waits, but every process updates all parameters. All processes together
+    make the examples of one batch in the harmonic mean of their steps.
+    """
+    processes = torch.multiprocessing.get_context("spawn")
+    model, _ = build(workload)
+    model.share_memory()
+    slices = zip(*(each.chunk(size) for each in workload.make_batch()), strict=True)
+    warm, results, counted = processes.Barrier(size), processes.SimpleQueue(), processes.Event()
+    workers = [
+        processes.Process(
+            target=_hogwild_worker, args=(workload_name(workload), size, model, own, warm, results, counted)
+        )
+        for own in slices
+    ]
+    for worker in workers:
+        worker.start()
+    figures = [results.get() for _ in workers]
+    used = memory(os.getpid())
+    counted.set()
+    for worker in workers:
+        worker.join()
+    return {
+        "seconds": [statistics.harmonic_mean(each) for each in zip(*(own["seconds"] for own in figures), strict=True)],
+        "loss": statistics.fmean(own["loss"] for own in figures),
+        "first_step_s": max(own["first_step_s"] for own in figures),
+        **used,
+    }
+
+
+def _hogwild_worker(
+    name: str, size: int, model: torch.nn.Module, batch: tuple[torch.Tensor, ...], warm: Any, results: Any, counted: Any
+) -> None:
+    torch.set_num_threads(_num_threads(size))
+    workload = WORKLOADS[name]
+    step = _plain_step(workload, model, make_optimizer(model), *batch)
+    results.put(measure(step, workload.num_steps, warm.wait))
+    counted.wait()
+
+
+def workload_name(workload: Workload) -> str:
+    """The name of a workload: unlike itself it can be sent to another process."""
+    return next(name for name, each in WORKLOADS.items() if each is workload)
+
+
+def _plain_step(
+    workload: Workload,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+) -> Callable[[], float]:
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = workload.loss(model, inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def _num_threads(size: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // size)
+
+
+def _again(batch: tuple[torch.Tensor, torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    while True:
+        yield batch
+
+
+CONTENDERS: dict[str, Callable[[Workload, int], Figures]] = {
+    "single": single,
+    "ddp": ddp,
+    "stratagem": stratagem,
+    "hogwild": hogwild,
+}
+
+
+def main() -> None:
+    """Runs the contender that the command line names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("contender", choices=list(CONTENDERS))
+    parser.add_argument("model", choices=list(WORKLOADS))
+    parser.add_argument("--replicas", type=int, default=1)
+    options = parser.parse_args()
+    figures = CONTENDERS[options.contender](WORKLOADS[options.model], options.replicas)
+    if figures:
+        print(PREFIX + json.dumps(figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()

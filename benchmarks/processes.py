@@ -1,0 +1,95 @@
+"""Runs a command with all of its descendants in view: their memory, and their end.
+
+A command's processes are found by their parents, not by their group or session: torchrun gives each
+worker a session of its own.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+_END_DEADLINE_S = 10.0
+
+
+class CommandFailed(Exception):  # noqa: N818  # the name says it
+    """A command did not end well; its text is the end of the command's output."""
+
+
+def descendants(pid: int) -> list[int]:
+    """The children of a process, their children and so on; without itself."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(") ")[2].split()[1])
+            children.setdefault(parent, []).append(int(folder.name))
+    found, left = [], [pid]
+    while left:
+        own = children.get(left.pop(), [])
+        found += own
+        left += own
+    return found
+
+
+def pss_mb(pids: Iterable[int]) -> float:
+    """The memory of processes; a page that several share counts once, split between them."""
+    total_kb = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            total_kb += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+    return total_kb / 1024
+
+
+def run(command: Sequence[str], *, environment: Mapping[str, str], timeout_s: float) -> str:
+    """Runs a command to its end and returns what it wrote; none of its processes outlives the call.
+
+    Raises:
+        CommandFailed: It took too long or ended with an error.
+    """
+    # What loses its parent becomes ours, so that it can still be found and ended.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    others = set(descendants(os.getpid()))
+    process = subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        _end(process, others)
+        output, _ = process.communicate()
+        raise CommandFailed(f"no end after {timeout_s:.0f} s\n{output[-3000:]}") from None
+    finally:
+        _end(process, others)
+    if process.returncode:
+        raise CommandFailed(f"ended with code {process.returncode}\n{output[-3000:]}")
+    return output
+
+
+def _end(process: subprocess.Popen[str], others: set[int]) -> None:
+    """Ends whatever is left of a command."""
+    deadline = time.monotonic() + _END_DEADLINE_S
+    while time.monotonic() < deadline:
+        process.poll()
+        left = [pid for pid in descendants(os.getpid()) if pid not in others]
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            if pid != process.pid:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+    raise CommandFailed(f"processes {left} cannot be ended")

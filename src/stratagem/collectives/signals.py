@@ -1,0 +1,141 @@
+"""Lets replicas of one machine wait for each other without using a core.
+
+One semaphore for each ordered pair of replicas lies in shared memory; to arrive is to post to all
+others, to wait is to take one post from each. Waits are cut into slices: after each, the caller's
+`attend` looks after the world (the controller: whether every child still lives), so that no wait
+outlives a peer. A replica that fails raises the abort flag, which ends the waits of all others.
+"""
+
+import ctypes
+import errno
+import time
+from collections.abc import Callable
+from typing import final
+
+import torch
+
+from stratagem.errors import CollectiveError
+from stratagem.replicas.memory import PAGE_BYTES, Region
+
+_SEMAPHORE_BYTES = 64
+_NOTE_BYTES = 512
+_NUM_FLAGS = 8
+_SLICE_S = 0.1
+_CLOCK_MONOTONIC = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class PeerAborted(CollectiveError):  # noqa: N818  # not an error of its own
+    """Another replica has failed, so that this one stops waiting for it. Never the first cause."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+@final
+class Signals:
+    """The meeting point of the replicas of one strategy on one machine.
+
+    Args:
+        region: Shared memory of at least `num_bytes(size)`.
+        rank: Which replica this is.
+        size: How many there are.
+        attend: Called after each slice of waiting with the seconds waited so far and the ranks
+            that are missing; may raise.
+    """
+
+    def __init__(
+        self, region: Region, rank: int, size: int, attend: Callable[[float, list[int]], None] = lambda *_: None
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.attend = attend
+        self._region = region
+        start = region.shared(torch.uint8, 0, 1).data_ptr()
+        self._semaphores = [
+            [ctypes.c_void_p(start + (source * size + target) * _SEMAPHORE_BYTES) for target in range(size)]
+            for source in range(size)
+        ]
+        offset = size * size * _SEMAPHORE_BYTES
+        self._aborted = region.shared(torch.int32, offset, 1)
+        self._flags = region.shared(torch.int64, offset + 64, size * _NUM_FLAGS).view(size, _NUM_FLAGS)
+        offset += 64 + 8 * size * _NUM_FLAGS
+        self._notes = region.shared(torch.uint8, offset, size * _NOTE_BYTES).view(size, _NOTE_BYTES).numpy()
+        self._aborted_view = self._aborted.numpy()
+
+    @staticmethod
+    def num_bytes(size: int) -> int:
+        """How much shared memory they need."""
+        return size * size * _SEMAPHORE_BYTES + 64 + size * (8 * _NUM_FLAGS + _NOTE_BYTES) + PAGE_BYTES
+
+    def reset(self) -> None:
+        """Makes everything as new; only while nobody waits."""
+        self._aborted_view[0] = 0
+        for row in self._semaphores:
+            for semaphore in row:
+                _libc.sem_init(semaphore, 1, 0)
+
+    def abort(self) -> None:
+        """Ends the waits of all others, now and until the next `reset`."""
+        self._aborted_view[0] = 1
+        for target in range(self.size):
+            if target != self.rank:
+                _libc.sem_post(self._semaphores[self.rank][target])
+
+    @property
+    def aborted(self) -> bool:
+        return bool(self._aborted_view[0])
+
+    def barrier(self) -> None:
+        """Returns when every replica has called it. What they wrote before, all can read after."""
+        for target in range(self.size):
+            if target != self.rank:
+                _libc.sem_post(self._semaphores[self.rank][target])
+        for source in range(self.size):
+            if source != self.rank:
+                self._wait(source)
+        if self._aborted_view[0]:
+            raise PeerAborted("another replica has failed")
+
+    def exchange_flag(self, number: int, value: int) -> list[int]:
+        """Gives every replica the small number of every other: a barrier that carries news."""
+        self._flags[self.rank, number] = value
+        self.barrier()
+        return [int(each) for each in self._flags[:, number]]
+
+    def put_flag(self, number: int, value: int) -> None:
+        """Writes a small number that the others read after the next barrier."""
+        self._flags[self.rank, number] = value
+
+    def flags(self, number: int) -> list[int]:
+        """The small numbers of all replicas, as of the last barrier."""
+        return [int(each) for each in self._flags[:, number]]
+
+    def put_note(self, text: str) -> None:
+        """Writes a short text that the others read after the next barrier."""
+        data = text.encode()[: _NOTE_BYTES - 1]
+        self._notes[self.rank, : len(data)] = list(data)
+        self._notes[self.rank, len(data)] = 0
+
+    def notes(self) -> list[str]:
+        """The texts of all replicas, as of the last barrier."""
+        return [bytes(row[: int((row == 0).argmax())]).decode(errors="replace") for row in self._notes]
+
+    def _wait(self, source: int) -> None:
+        semaphore = self._semaphores[source][self.rank]
+        if _libc.sem_trywait(semaphore) == 0:
+            return
+        start = time.monotonic()
+        while True:
+            deadline = time.monotonic() + _SLICE_S
+            until = _Timespec(int(deadline), int(deadline % 1 * 1e9))
+            if _libc.sem_clockwait(semaphore, _CLOCK_MONOTONIC, ctypes.byref(until)) == 0:
+                return
+            code = ctypes.get_errno()
+            if code not in (errno.ETIMEDOUT, errno.EINTR):
+                raise CollectiveError(f"waiting for replica {source} failed: {errno.errorcode.get(code, code)}")
+            if self._aborted_view[0]:
+                raise PeerAborted("another replica has failed")
+            self.attend(time.monotonic() - start, [source])

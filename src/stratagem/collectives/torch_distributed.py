@@ -1,0 +1,392 @@
+"""Exchanges tensors by torch.distributed: gloo for those of the CPU, NCCL for those of GPUs.
+
+Owns its process groups; the user's default group is neither used nor touched. Replicas of one
+machine find each other through a file in a folder that only their user can enter, and gloo listens
+on loopback only. Every reduction but `start_all_reduce` is done here, in the order of the replicas,
+so that its bits do not depend on the algorithm that a backend chooses.
+"""
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+import torch.distributed
+
+from stratagem.collectives.contract import (
+    Collective,
+    check_calls,
+    check_operation,
+    check_root,
+    combine,
+    describe_call,
+    flat,
+    shapes_of,
+)
+from stratagem.errors import CollectiveError
+
+_LOOPBACK: Final = "127.0.0.1"
+_NOTE_BYTES: Final = 512
+_PIECE_BYTES: Final = 8 * 2**20  # bounds the memory that a reduction needs beside its result
+_SLICE_S: Final = 0.1
+_LOOK_S: Final = 0.0002  # how often a GPU is asked whether it is done
+_LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
+_IN_PLACE: Final = (*_LOW_PRECISION, torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+# Its stubs know neither the stores nor the options of the groups as they are in this release.
+_c10d: Final[Any] = torch.distributed
+
+
+@final
+class Pending:
+    """A sum on its way. Until `wait` returns, its tensor must be neither read nor written.
+
+    Args:
+        finish: Takes the result in, or raises what went wrong.
+        is_done: Waits at most so many seconds; tells whether there is something to take in.
+        attend: Called after each slice of waiting with the seconds waited so far; may raise.
+    """
+
+    def __init__(
+        self, finish: Callable[[], None], is_done: Callable[[float], bool], attend: Callable[[float], None]
+    ) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._is_done = is_done
+        self._attend = attend
+
+    def wait(self) -> None:
+        """Returns when the tensor holds the sum.
+
+        Raises:
+            CollectiveError: Replicas summed tensors of other types or sizes, or one is gone.
+        """
+        if self._finish is None:
+            return
+        _wait_in_slices(self._is_done, self._attend)
+        finish, self._finish = self._finish, None
+        finish()
+
+
+@final
+class TorchDistributed(Collective):
+    """The collective of replicas that are connected by gloo or NCCL.
+
+    For replicas of one machine without GPUs choose `SharedMemory`, which needs no sockets.
+
+    Args:
+        rank: Which replica this is.
+        size: How many there are.
+        path: A file that does not exist yet, the same for all replicas, in a folder of mode 0700
+            that belongs to whoever builds the collective.
+        timeout_s: How long a replica waits for the others in every exchange.
+        start_timeout_s: How long it waits for them in `start`; by default the same.
+        attend: Called after each slice of waiting in `start`, and for a sum that was started, with
+            the seconds waited so far; may raise, which ends the wait. The collective can only be
+            closed then.
+
+    Raises:
+        CollectiveError: Others could enter the folder of `path`, or it is not there.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:  # has mode 0700
+        ...     collective = TorchDistributed(0, 1, path=f"{folder}/store")
+        ...     collective.start()
+        ...     print(collective.all_reduce(torch.ones(2)))
+        ...     collective.close()
+        tensor([1., 1.])
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        path: str | Path,
+        timeout_s: float = 60.0,
+        start_timeout_s: float | None = None,
+        attend: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        super().__init__(rank, size)
+        _check_folder(Path(path).absolute().parent)
+        self._path = str(path)
+        self.timeout_s = timeout_s
+        self._start_timeout_s = timeout_s if start_timeout_s is None else start_timeout_s
+        self._attend = attend
+        self._store: Any = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
+        self._gloo: Any = None
+        self._nccl: Any = None
+
+    def start(self) -> None:
+        """Connects the replicas; returns when all are there.
+
+        Raises:
+            CollectiveError: Some did not come in time.
+        """
+        self._store = _c10d.FileStore(self._path, self.size)
+        self._store.set_timeout(timedelta(seconds=self._start_timeout_s))
+        connecting: Future[str] = Future()
+        # Torch waits without looking around, so that another thread does it, which no exit waits for.
+        threading.Thread(target=lambda: connecting.set_result(self._try_gloo()), daemon=True).start()
+        try:
+            _wait_in_slices(partial(_is_over, connecting), self._attend)
+        except BaseException:
+            self._store = None
+            raise
+        reason = connecting.result()
+        if not reason:
+            return
+        self.close()
+        raise CollectiveError(
+            f"replica {self.rank} did not reach all of the {self.size} replicas within {self._start_timeout_s:g} s: "
+            f"{reason}. Check that all have called start(), or raise start_timeout_s"
+        )
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        check_operation(tensor, op)
+        source, call = flat(tensor), describe_call(f"all_reduce({op!r})", tensor)
+        self._check_device(tensor)
+        self._agree(call)
+        target = torch.empty_like(source)
+        # Each replica reduces its own part of a piece, then all take every part.
+        step = max(1, _PIECE_BYTES // source.itemsize // self.size) * self.size
+        for start in range(0, source.numel(), step):
+            piece = source[start : start + step]
+            parts = _padded(piece, self.size)
+            arrived = torch.empty_like(parts)
+            self._finish(call, partial(self._alltoall, arrived, parts))
+            own = combine(arrived.chunk(self.size), op)
+            self._finish(call, partial(self._allgather, parts, own))
+            target[start : start + step] = parts[: piece.numel()]
+        return target.view(tensor.shape)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        check_root(root, self.size)
+        call = describe_call(f"broadcast(root={root})", tensor)
+        target = flat(tensor).clone()
+        self._check_device(tensor)
+        self._agree(call)
+        if target.numel():
+            self._finish(call, partial(self._broadcast, target, root))
+        return target.view(tensor.shape)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        call = describe_call("all_gather", tensor)
+        source = flat(tensor)
+        self._check_device(tensor)
+        shapes = shapes_of(self._agree(call, any_shape=True))
+        targets = [torch.empty(shape, dtype=tensor.dtype, device=tensor.device) for shape in shapes]
+        targets[self.rank].view(-1).copy_(source)
+        for root, target in enumerate(targets):
+            if target.numel():
+                self._finish(call, partial(self._broadcast, target.view(-1), root))
+        return targets
+
+    def barrier(self) -> None:
+        self._agree(describe_call("barrier"))
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Begins to sum a flat tensor over the replicas, in place, and returns at once.
+
+        Several may be under way; all replicas start them in the same order. The order of summation
+        is the backend's: the same in every run, with the same bits on every replica. Low precision
+        is summed in float32 on the CPU, and as NCCL does it on GPUs, where sizes are not compared.
+        """
+        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.requires_grad or tensor.dtype not in _IN_PLACE:
+            raise CollectiveError(
+                f"start_all_reduce sums flat, contiguous float or complex tensors without gradient in place, got "
+                f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)} and strides "
+                f"{tensor.stride()}, requires_grad={tensor.requires_grad}; use all_reduce for others"
+            )
+        call = describe_call("start_all_reduce('sum')", tensor)
+        self._check_device(tensor)
+        self._check_connected()
+        numbers = torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+        if tensor.device.type == "cpu":
+            # gloo ends the process if the sizes differ, so that it may only begin when all have
+            # told theirs; a thread waits for that, and the caller goes on.
+            self._thread = self._thread or ThreadPoolExecutor(1, "stratagem-all-reduce")
+            future = self._last = self._thread.submit(self._sum, call, numbers)
+            return Pending(partial(_result, call, future), partial(_is_over, future), self._attend)
+        # NCCL queues its work and goes on; to compare sizes first would hold up the caller.
+        work = self._group(numbers).allreduce([numbers])
+        return Pending(partial(self._finish, call, [work].pop), partial(_is_completed, work), self._attend)
+
+    def close(self) -> None:
+        """Cuts the connections. Waits for a sum that is under way, no longer than `timeout_s`; drops the next ones."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        for group in (self._nccl, self._gloo):
+            if group is not None:
+                group.shutdown()
+        # The last replica to let go of the store removes its file.
+        self._thread = self._last = self._nccl = self._gloo = self._store = None
+
+    def _finish(self, call: str, begin: Callable[[], Any]) -> None:
+        """Begins work of a group and waits for it; says what it was if that fails."""
+        # Nothing here keeps the group or its work in a variable, nor the error of torch, which
+        # does: whoever holds on to our error must not hold on to sockets.
+        try:
+            begin().wait()
+        except RuntimeError as error:
+            reason = _reason(error)
+        else:
+            return
+        raise CollectiveError(
+            f"{call} failed on replica {self.rank}: {reason}. Another replica is gone, or did not "
+            f"come within {self.timeout_s:g} s (timeout_s)"
+        )
+
+    def _alltoall(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        return self._group(source).alltoall_base(_bytes(target), _bytes(source), [], [])
+
+    def _allgather(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        return self._group(source)._allgather_base(_bytes(target), _bytes(source))
+
+    def _broadcast(self, row: torch.Tensor, root: int) -> Any:
+        options = _c10d.BroadcastOptions()
+        options.rootRank = root
+        return self._group(row).broadcast([_bytes(row)], options)
+
+    def _allreduce(self, row: torch.Tensor) -> Any:
+        return self._group(row).allreduce([row])
+
+    def _sum(self, call: str, numbers: torch.Tensor) -> None:
+        check_calls(self._exchange_notes(call))
+        if not numbers.numel():
+            return
+        carrier = numbers.float() if numbers.dtype in _LOW_PRECISION else numbers
+        self._finish(call, partial(self._allreduce, carrier))
+        if carrier is not numbers:
+            numbers.copy_(carrier)
+
+    def _drain(self) -> None:
+        """Lets what the thread has begun come to its end: a group must be used in one order by all."""
+        if self._last is not None:
+            wait([self._last])
+            self._last = None
+
+    def _agree(self, call: str, *, any_shape: bool = False) -> list[str]:
+        """Tells the others what this replica is about to do; returns what all of them are."""
+        self._drain()
+        calls = self._exchange_notes(call)
+        check_calls(calls, any_shape=any_shape)
+        return calls
+
+    def _exchange_notes(self, call: str) -> list[str]:
+        self._check_connected()
+        note = call.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0")
+        own = torch.frombuffer(bytearray(note), dtype=torch.uint8)
+        notes = torch.empty(self.size * _NOTE_BYTES, dtype=torch.uint8)
+        self._finish(call, partial(self._allgather, notes, own))
+        rows = notes.view(self.size, _NOTE_BYTES).numpy()
+        return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+
+    def _check_connected(self) -> None:
+        if self._gloo is None:
+            raise CollectiveError("the replicas are not connected; call start() first, and nothing after close()")
+
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        """Refuses what no group can carry."""
+        kind, nccl = tensor.device.type, _c10d.is_nccl_available()
+        if kind != "cpu" and not (kind == "cuda" and nccl):
+            raise CollectiveError(
+                f"torch.distributed moves tensors of the CPU (gloo) and of CUDA devices (NCCL, "
+                f"{'' if nccl else 'not '}in this build), got one on {str(tensor.device)!r}; copy it to the CPU first"
+            )
+
+    def _group(self, tensor: torch.Tensor) -> Any:
+        """The group that carries a tensor, chosen by where it is."""
+        if tensor.device.type == "cpu":
+            return self._gloo
+        if self._nccl is None:
+            self._nccl = self._connect_nccl()
+        return self._nccl
+
+    def _try_gloo(self) -> str:
+        """Connects by gloo; returns why that failed, or nothing."""
+        try:
+            self._gloo = self._connect_gloo()
+        except Exception as error:  # not kept: it would keep sockets
+            return _reason(error) or type(error).__name__
+        return ""
+
+    def _connect_gloo(self) -> Any:
+        options = _c10d.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=self._start_timeout_s)
+        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        store = _c10d.PrefixStore("gloo", self._store)
+        group = _c10d.ProcessGroupGloo(store, self.rank, self.size, options)
+        group._set_default_timeout(timedelta(seconds=self.timeout_s))
+        return group
+
+    def _connect_nccl(self) -> Any:
+        options = _c10d.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=self.timeout_s)
+        store = _c10d.PrefixStore("nccl", self._store)
+        return _c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
+
+
+def _padded(row: torch.Tensor, multiple: int) -> torch.Tensor:
+    """A copy of a row, made longer with zeros until it divides evenly."""
+    padded = row.new_zeros(-(-row.numel() // multiple) * multiple)
+    padded[: row.numel()] = row
+    return padded
+
+
+def _bytes(row: torch.Tensor) -> torch.Tensor:
+    """The same memory as plain bytes, which every backend can carry, whatever the type."""
+    return row.view(torch.uint8)
+
+
+def _check_folder(folder: Path) -> None:
+    try:
+        status = os.lstat(folder)
+    except OSError as error:
+        raise CollectiveError(f"the folder {str(folder)!r}, where replicas meet, cannot be used: {error}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise CollectiveError(
+            f"replicas meet in a folder that only their user can enter; {str(folder)!r} has mode "
+            f"{stat.filemode(status.st_mode)} and belongs to user {status.st_uid}. Use tempfile.mkdtemp(), or chmod 700"
+        )
+
+
+def _wait_in_slices(is_done: Callable[[float], bool], attend: Callable[[float], None]) -> None:
+    start = time.monotonic()
+    while not is_done(_SLICE_S):
+        attend(time.monotonic() - start)
+
+
+def _is_over(future: "Future[Any]", patience_s: float) -> bool:
+    return future.done() or bool(wait([future], patience_s).done)
+
+
+def _is_completed(work: Any, patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def _result(call: str, future: "Future[None]") -> None:
+    try:
+        future.result()
+    except CancelledError as error:
+        raise CollectiveError(f"{call} had not begun when its collective was closed; wait before you close") from error
+
+
+def _reason(error: BaseException) -> str:
+    """What torch says, without the place in its source and without its advice."""
+    line = str(error).strip().partition("\n")[0]
+    return (line.partition("] ")[2] or line if line.startswith("[") else line).partition(". ")[0]

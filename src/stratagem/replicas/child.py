@@ -1,0 +1,112 @@
+"""What a child process does: calls what the controller sends, and answers.
+
+The loop knows nothing of strategies or tensors: a message is a function with its arguments, an
+answer is its result or its failure. What a child prints goes to the controller, line by line.
+"""
+
+import faulthandler
+import io
+import signal
+import socket
+import sys
+import traceback
+from typing import Any, final
+
+from stratagem.errors import ReplicaError
+from stratagem.replicas.registry import Registry
+from stratagem.replicas.wire import Wire, survives
+
+CALL, STOP = "call", "stop"
+DONE, FAILED, PRINTED = "done", "failed", "printed"
+
+
+@final
+class Child:
+    """This process, if it is a child: its number, its pipe and the distributed objects it holds."""
+
+    def __init__(self, wire: Wire, registry: Registry) -> None:
+        self.wire = wire
+        self.registry = registry
+
+
+_this_process: list[Child] = []
+
+
+def this_child() -> Child | None:
+    """The child that this process is, or `None` in a controller."""
+    return _this_process[0] if _this_process else None
+
+
+def main(descriptor: int) -> None:
+    """Serves the controller at the other end of the pipe until it is gone or says stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    registry = Registry(keeps=True)
+    wire = Wire(socket.socket(fileno=descriptor), registry.reference, registry.resolve)
+    _this_process.append(Child(wire, registry))
+    sys.stdout = _Relay(wire, "stdout")
+    sys.stderr = _Relay(wire, "stderr")
+    while True:
+        try:
+            kind, *content = wire.receive()
+        except (EOFError, ConnectionResetError):
+            return
+        except Exception as error:  # what was sent cannot be built here
+            wire.send((FAILED, describe(error)))
+            continue
+        if kind == STOP:
+            return
+        _answer(wire, *content)
+
+
+def _answer(wire: Wire, function: Any, arguments: tuple[Any, ...]) -> None:
+    try:
+        answer = (DONE, function(*arguments))
+    except BaseException as error:  # SystemExit in a replica must not end it silently
+        answer = (FAILED, describe(error))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        wire.send(answer)
+    except (BrokenPipeError, ConnectionResetError):
+        return
+    except Exception as error:
+        refused = ReplicaError(
+            f"what the function returned cannot be sent to the main program: {error}; "
+            f"return tensors, numbers or plain objects"
+        )
+        wire.send((FAILED, describe(refused)))
+
+
+def describe(error: BaseException) -> tuple[BaseException | None, str, str]:
+    """An error as it travels: itself if it can, its one line, and its traceback."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    line = traceback.format_exception_only(error)[-1].strip()
+    return (error.with_traceback(None) if survives(error) else None), line, text
+
+
+@final
+class _Relay(io.TextIOBase):
+    """A text stream that sends whole lines to the controller."""
+
+    encoding = "utf-8"
+
+    def __init__(self, wire: Wire, stream: str) -> None:
+        self._wire = wire
+        self._stream = stream
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        if lines:
+            self._wire.send((PRINTED, self._stream, "\n".join(lines)))
+        return len(text)
+
+    def flush(self) -> None:
+        if self._line:
+            line, self._line = self._line, ""
+            self._wire.send((PRINTED, self._stream, line))
+
+    def writable(self) -> bool:
+        return True

@@ -1,0 +1,250 @@
+"""Sends a function to the children once, and again only when something that it captures has changed.
+
+A step is run thousands of times, and turning a function into bytes costs more than running a small
+one. What it refers to (closure, globals, defaults, classes and modules of the user's) is walked and
+compared by identity, and by value where a value could change; where that cannot be told, the
+function is sent each time.
+"""
+
+import collections
+import copyreg
+import enum
+import functools
+import itertools
+import types
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from stratagem.replicas.wire import travels_by_value
+
+_tokens = itertools.count(1)
+_MAX_NODES = 1000
+_MAX_CACHED = 16
+_MAX_AGE = 60  # children keep the last 64 functions that they were sent
+_VALUES = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, type(...))
+_NOT_STATE = frozenset(
+    {
+        *("__annotations__", "__dataclass_fields__", "__dataclass_params__", "__dict__", "__doc__", "__module__"),
+        *("__orig_bases__", "__parameters__", "__weakref__", "_abc_impl"),
+        *("__builtins__", "__spec__", "__loader__", "__cached__", "__file__"),
+    }
+)
+
+
+@final
+class FunctionCache:
+    """What the children already have, as the controller remembers it.
+
+    Args:
+        is_reference: Whether an object travels as a reference, so that its content does not matter.
+    """
+
+    def __init__(self, is_reference: Callable[[Any], bool]) -> None:
+        self._is_reference = is_reference
+        self._known: dict[int, tuple[weakref.ref[Any], tuple[Any, ...], int]] = {}
+        self._newest = 0
+
+    def prepare(self, function: Any) -> tuple[int, Any]:
+        """What to send: a token and the function, or the token alone if the children have it."""
+        fingerprint = self._fingerprint(function) if isinstance(function, types.FunctionType) else None
+        known = self._known.get(id(function))
+        if known is not None and known[2] <= self._newest - _MAX_AGE:
+            known = None
+        if fingerprint is not None and known is not None and known[0]() is function and known[1] == fingerprint:
+            return known[2], None
+        token = self._newest = next(_tokens)
+        self._known.pop(id(function), None)
+        if fingerprint is not None:
+            while len(self._known) >= _MAX_CACHED:
+                self._known.pop(next(iter(self._known)))
+            self._known[id(function)] = weakref.ref(function), fingerprint, token
+        return token, function
+
+    def _fingerprint(self, function: Any) -> tuple[Any, ...] | None:
+        """Equal as long as nothing that travels with the function has changed; `None` if that cannot be told."""
+        found: list[Any] = []
+        todo: list[Any] = [function]
+        seen: set[int] = set()
+        while todo:
+            value = todo.pop()
+            if self._is_reference(value) or id(value) in seen:
+                found.append(id(value))  # the children are told when a reference ceases to exist
+            elif type(value) in _VALUES:
+                found.append((type(value), value))
+            elif type(value) in (float, complex):
+                found.append(repr(value))  # tells 0.0 from -0.0
+            elif len(seen) >= _MAX_NODES:
+                return None
+            else:
+                found.append(_Identity(value))
+                parts = _parts(value, found)
+                if parts is None:
+                    return None
+                todo += parts
+                seen.add(id(value))
+        return tuple(found)
+
+
+def _parts(value: Any, found: list[Any]) -> Iterable[Any] | None:
+    """What an object is made of when it travels; adds what it is besides. `None` if that cannot be told."""
+    if isinstance(value, torch.Tensor):
+        return _note_tensor(value, found)
+    if type(value) is np.ndarray:
+        return _note_array(value, found)
+    if isinstance(value, types.FunctionType | type | types.ModuleType):
+        return _parts_of_definition(value, found) if travels_by_value(value) else ()
+    if isinstance(value, enum.Enum):
+        return ()  # one of a fixed set
+    if type(value) in _COLLECTIONS:
+        found.append(len(value))
+        return [*value]
+    if type(value) in _MAPPINGS:
+        found.append(len(value))
+        return [*value.keys(), *value.values(), getattr(value, "default_factory", None), getattr(value, "__dict__", 0)]
+    for kind, attributes in _WRAPPERS.items():
+        if isinstance(value, kind):
+            return [getattr(value, name) for name in attributes]
+    return (type(value), value.__dict__) if _is_only_its_dict(value) else None
+
+
+_COLLECTIONS = (tuple, list, set, frozenset, collections.deque)
+_MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
+_WRAPPERS: dict[Any, tuple[str, ...]] = {
+    types.MethodType: ("__func__", "__self__"),
+    types.BuiltinFunctionType: ("__self__",),
+    functools.partial: ("__class__", "func", "args", "keywords", "__dict__"),
+    property: ("__class__", "fget", "fset", "fdel"),
+    staticmethod: ("__class__", "__func__"),
+    classmethod: ("__class__", "__func__"),
+    types.GetSetDescriptorType: (),
+    types.MemberDescriptorType: (),
+    types.WrapperDescriptorType: (),
+}
+
+
+def _parts_of_definition(value: Any, found: list[Any]) -> Iterable[Any]:
+    if isinstance(value, types.FunctionType):
+        return _parts_of_function(value, found)
+    if isinstance(value, enum.EnumMeta):
+        return ()
+    return [getattr(value, "__bases__", ()), *_named(vars(value))]
+
+
+def _parts_of_function(function: types.FunctionType, found: list[Any]) -> Iterator[Any]:
+    found[-1] = _Identity(function.__code__)
+    yield from (function.__defaults__, function.__kwdefaults__, function.__dict__)
+    for cell in function.__closure__ or ():
+        yield cell.cell_contents if _is_filled(cell) else None
+    for name in _global_names(function.__code__):
+        if name in function.__globals__:
+            yield from (name, function.__globals__[name])
+
+
+def _named(members: Any) -> list[Any]:
+    return [part for name, value in members.items() if name not in _NOT_STATE for part in (name, value)]
+
+
+def _note_tensor(tensor: torch.Tensor, found: list[Any]) -> tuple[()] | None:
+    # The version counter does not see what is written through `.data` or through numpy.
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+        return None
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return None
+    content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    form = tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, tensor._version
+    found += [form, zlib.crc32(content.data)]
+    return ()
+
+
+def _note_array(array: Any, found: list[Any]) -> tuple[()] | None:
+    if array.dtype.hasobject:
+        return None
+    content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    found += [(array.dtype, array.shape, array.strides, array.flags.writeable), zlib.crc32(content.data)]
+    return ()
+
+
+_USUAL_STATE = [getattr(each, "__getstate__", None) for each in (object, torch.nn.Module)]
+
+
+class _Plain:
+    """An object with a `__dict__` and nothing else."""
+
+
+def _is_only_its_dict(value: Any) -> bool:
+    """Whether all that an object is stands in its `__dict__`: no slots, nothing in C, no way of its own to travel."""
+    kind: Any = type(value)
+    return bool(
+        kind.__basicsize__ == _Plain.__basicsize__
+        and kind.__itemsize__ == 0
+        and hasattr(value, "__dict__")
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and getattr(kind, "__getstate__", None) in _USUAL_STATE
+        and not hasattr(kind, "__getnewargs__")
+        and not hasattr(kind, "__getnewargs_ex__")
+        and kind not in copyreg.dispatch_table
+    )
+
+
+@final
+class _Identity:
+    """An object that equals only itself, and is kept alive so that its place is not taken."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+@functools.lru_cache(maxsize=256)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= dict.fromkeys(_global_names(constant))
+    return tuple(names)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018  # an empty cell raises
+    except ValueError:
+        return False
+    return True
+
+
+def find_unsendable(value: Any, can_be_sent: Callable[[Any], bool], where: str = "") -> tuple[Any, str]:
+    """The innermost part of a value that cannot be sent, and where it was found."""
+    for part, place in _places(value):
+        if not can_be_sent(part):
+            return find_unsendable(part, can_be_sent, f"{where}, {place}" if where and place else where or place)
+    return value, where
+
+
+def _places(value: Any) -> Iterator[tuple[Any, str]]:
+    if isinstance(value, tuple | list | set | frozenset):
+        yield from ((each, "") for each in value)
+    elif isinstance(value, dict):
+        yield from ((each, f"under the key {key!r}") for key, each in value.items())
+    elif isinstance(value, types.FunctionType):
+        name, cells = value.__name__, zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+        yield from ((cell.cell_contents, f"captured as {free!r} by {name}") for free, cell in cells if _is_filled(cell))
+        used = [each for each in _global_names(value.__code__) if each in value.__globals__]
+        yield from ((value.__globals__[each], f"the global {each!r} of {name}") for each in used)
+        yield from ((each, f"a default of {name}") for each in value.__defaults__ or ())
+    elif isinstance(value, types.MethodType):
+        yield value.__self__, f"the object of the method {value.__name__}"
+    elif isinstance(value, functools.partial):
+        yield from ((each, "in a partial") for each in (value.func, value.args, value.keywords))
+    elif not isinstance(value, type | types.ModuleType) and hasattr(value, "__dict__"):
+        yield from ((each, f"the attribute {name!r} of a {type(value).__name__}") for name, each in vars(value).items())

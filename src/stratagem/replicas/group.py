@@ -1,0 +1,254 @@
+"""Drives the children of one strategy from the controller: starts, calls, watches, stops them.
+
+Owns the judgement of who has died or stalled, and the choice of the one error that is shown.
+Knows nothing of what the calls do.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from stratagem.errors import ReplicaDiedError, ReplicaError, ReplicaStalledError, StratagemError, StrategyError
+from stratagem.replicas import launcher
+from stratagem.replicas.child import CALL, DONE, FAILED, PRINTED, STOP
+from stratagem.replicas.functions import find_unsendable
+from stratagem.replicas.registry import Registry
+from stratagem.replicas.wire import Packed, Wire, pack
+
+_STATUS_WAIT_S = 2.0
+_STOP_GRACE_S = 2.0
+_MAX_ROUNDS = 1000
+
+Failure = tuple[BaseException | None, str, str]
+
+
+@final
+class Replica:
+    """A child, as the controller sees it."""
+
+    def __init__(self, number: int, pid: int, wire: Wire) -> None:
+        self.number = number
+        self.pid = pid
+        self.wire = wire
+        self.busy = False
+        self.answer: Any = None
+        self.failure: Failure | None = None
+
+    def __str__(self) -> str:
+        return f"replica {self.number} (pid {self.pid})"
+
+
+@final
+class ReplicaGroup:
+    """The children of one strategy: replicas 1 and up.
+
+    Args:
+        num_children: How many.
+        registry: The names of the distributed objects that calls may mention.
+        stall_timeout_s: How long others may wait for a replica before it counts as stalled.
+    """
+
+    def __init__(self, num_children: int, *, registry: Registry, stall_timeout_s: float = 60.0) -> None:
+        self._num_children = num_children
+        self._registry = registry
+        self.stall_timeout_s = stall_timeout_s
+        self._poll = select.poll()
+        self._by_descriptor: dict[int, Replica] = {}
+        self.replicas: list[Replica] = []
+        self.num_calls = 0
+        self.on_failure: Callable[[], None] = lambda: None  # ends the waits of others for the one that failed
+        self._server: launcher.ForkServer | None = None
+        self._owner = os.getpid()
+
+    def start(self) -> None:
+        """Starts the children; they wait for calls."""
+        self._server = launcher.acquire()
+        try:
+            for number in range(1, self._num_children + 1):
+                pid, sock = self._server.fork()
+                wire = Wire(sock, self._registry.reference, self._registry.resolve, keeps_classes=True)
+                replica = Replica(number, pid, wire)
+                self.replicas.append(replica)
+                self._by_descriptor[replica.wire.fileno()] = replica
+                self._poll.register(replica.wire.fileno(), select.POLLIN)
+        except BaseException:
+            self.stop()
+            raise
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[tuple[Any, ...]],
+        reference: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Sends each child its call; `collect` brings the answers.
+
+        Args:
+            function: A function of the library.
+            arguments: For each child its own.
+            reference: How objects are named on the way, if not by the registry alone; may refuse some.
+        """
+        self.num_calls += 1
+        # All are packed before any is sent: what cannot be sent is an error before anything runs.
+        packed = [self._pack((CALL, function, own), reference or self._registry.reference) for own in arguments]
+        for replica, message in zip(self.replicas, packed, strict=True):
+            self._send_packed(replica, message)
+
+    def call_all(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Sends every child the same call, packed once."""
+        self.num_calls += 1
+        packed = pack((CALL, function, arguments), self._registry.reference)
+        for replica in self.replicas:
+            self._send_packed(replica, packed)
+
+    def ask(self, replica: Replica, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function in one child and waits for its answer."""
+        self._send(replica, (CALL, function, arguments))
+        self.collect()
+        raise_first(None, self.failures())
+        return replica.answer
+
+    def collect(self) -> list[Any]:
+        """Waits for all answers, in the order of the replicas.
+
+        Raises:
+            ReplicaDiedError: A child has ended.
+            ReplicaStalledError: A child did not answer in time.
+        """
+        last_news = time.monotonic()
+        while busy := [replica for replica in self.replicas if replica.busy]:
+            if self.attend(timeout_s=0.1):
+                last_news = time.monotonic()
+            elif time.monotonic() - last_news > self.stall_timeout_s:
+                self.report_stall(busy)
+        return [replica.answer for replica in self.replicas]
+
+    def failures(self) -> list[tuple[Replica, Failure]]:
+        """What went wrong in the last call, by replica."""
+        return [(replica, replica.failure) for replica in self.replicas if replica.failure is not None]
+
+    def attend(self, timeout_s: float = 0.0) -> bool:
+        """Takes in what children have sent; tells whether anything has come."""
+        events = first = self._poll.poll(1000 * timeout_s)
+        for _ in range(_MAX_ROUNDS):
+            if not events:
+                break
+            for descriptor, _ in events:
+                self._take(self._by_descriptor[descriptor])
+            events = self._poll.poll(0)  # a child that prints much must not wait for each line
+        return bool(first)
+
+    def report_stall(self, silent: Sequence[Replica]) -> None:
+        """Raises the error that says who keeps the others waiting."""
+        for replica in self.replicas:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(replica.pid, signal.SIGUSR2)  # writes its stacks to the log
+        named = "; ".join(f"{replica}, state {_state(replica.pid)}" for replica in silent)
+        raise ReplicaStalledError(
+            f"{named} has not answered for {self.stall_timeout_s:.1f} s in run {self.num_calls} while others wait. "
+            f"Its stack is in the log above; raise stall_timeout_s if it only needs more time"
+        )
+
+    def stop(self) -> None:
+        """Ends all children: politely, then at once."""
+        if self._server is None or os.getpid() != self._owner:
+            return
+        for replica in self.replicas:
+            with contextlib.suppress(OSError):
+                replica.wire.send((STOP,))
+        deadline = time.monotonic() + _STOP_GRACE_S
+        for replica in self.replicas:
+            if replica.busy or self._server.status_of(replica.pid, deadline - time.monotonic()) is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(replica.pid, signal.SIGKILL)
+                self._server.status_of(replica.pid, _STATUS_WAIT_S)
+            replica.wire.close()
+        self.replicas.clear()
+        self._server = None
+        launcher.release()
+
+    def _pack(self, message: Any, reference: Callable[[Any], Any]) -> Packed:
+        try:
+            return pack(message, reference)
+        except StratagemError:
+            raise
+        except Exception as error:
+            part, where = find_unsendable(message, lambda each: _can_be_packed(each, reference))
+            raise StrategyError(
+                f"a {type(part).__name__} cannot be sent to the replicas{f' ({where})' if where else ''}: {error}. "
+                f"Make it inside the function, or leave it out"
+            ) from error
+
+    def _send(self, replica: Replica, message: Any) -> None:
+        self._send_packed(replica, pack(message, self._registry.reference))
+
+    def _send_packed(self, replica: Replica, packed: Packed) -> None:
+        try:
+            replica.wire.send_packed(packed)
+        except (BrokenPipeError, ConnectionResetError):
+            self._report_death(replica)
+        replica.busy, replica.answer, replica.failure = True, None, None
+
+    def _take(self, replica: Replica) -> None:
+        try:
+            kind, *content = replica.wire.receive()
+        except (EOFError, ConnectionResetError):
+            self._report_death(replica)
+        if kind == PRINTED:
+            self._show(replica, *content)
+        elif kind == DONE:
+            replica.busy, replica.answer = False, content[0]
+        elif kind == FAILED:
+            replica.busy, replica.failure = False, content[0]
+            self.on_failure()
+
+    def _show(self, replica: Replica, stream: str, text: str) -> None:
+        target = sys.stderr if stream == "stderr" else sys.stdout
+        for line in text.split("\n"):
+            print(f"[replica {replica.number}] {line}", file=target)
+
+    def _report_death(self, replica: Replica) -> None:
+        status = self._server.status_of(replica.pid, _STATUS_WAIT_S) if self._server else None
+        how = launcher.describe_status(status)
+        raise ReplicaDiedError(f"{replica} {how} in run {self.num_calls}{_oom_hint(status)}")
+
+
+def raise_first(own: BaseException | None, failures: Sequence[tuple[Replica, Failure]]) -> None:
+    """Raises the one error that is the cause, with its own traceback; the rest are consequences."""
+    if own is not None:
+        raise own
+    if not failures:
+        return
+    _, (error, line, text) = failures[0]
+    same = [str(other.number) for other, failure in failures if failure[1] == line]
+    where = f"replica{'s' if len(same) > 1 else ''} {', '.join(same)}"
+    raised = error if error is not None else ReplicaError(f"{where} raised {line}")
+    raised.add_note(f"raised in {where}:\n{text}")
+    raise raised
+
+
+def _can_be_packed(value: Any, reference: Callable[[Any], Any]) -> bool:
+    try:
+        pack(value, reference)
+    except Exception:
+        return False
+    return True
+
+
+def _state(pid: int) -> str:
+    """The state letter of a process: R runs, S sleeps, T is stopped, Z has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split(maxsplit=1)[0]
+    except OSError:
+        return "gone"
+
+
+def _oom_hint(status: int | None) -> str:
+    killed = status is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    return "; if nobody killed it, it was probably out of memory (`dmesg` tells)" if killed else ""

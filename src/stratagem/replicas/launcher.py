@@ -1,0 +1,126 @@
+"""Starts the fork server of this process and asks it for children.
+
+Owns the server's life: it is started by the first strategy that needs children and ends with the
+last. What a child does is `child`'s, what the controller says to it `group`'s.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import final
+
+from stratagem.errors import ReplicaError
+
+_START_DEADLINE_S = 120.0
+_STOP_GRACE_S = 5.0
+_MAX_MESSAGE_BYTES = 4096
+
+
+@final
+class ForkServer:
+    """The connection to a fork server of this process."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._statuses: dict[int, int] = {}
+        self._users = 0
+        command = f"from stratagem.replicas.forkserver import main; main({theirs.fileno()})"
+        with theirs:
+            self._process = subprocess.Popen(
+                # -P: a file of the user's in the current folder must not stand in for a library.
+                [sys.executable, "-P", "-c", command],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def fork(self) -> tuple[int, socket.socket]:
+        """A new child: its process id and this end of its pipe."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                order = json.dumps({"path": sys.path}).encode()
+                with contextlib.suppress(BrokenPipeError):  # it has ended: the wait below tells how
+                    socket.send_fds(self._socket, [order], [theirs.fileno()])
+            return self._started_pid(), ours
+        except BaseException:
+            ours.close()
+            raise
+
+    def _started_pid(self) -> int:
+        deadline = time.monotonic() + _START_DEADLINE_S
+        while time.monotonic() < deadline:
+            message = self._next_message(timeout_s=0.1)
+            if message and "started" in message:
+                return message["started"]
+            if self._process.poll() is not None:
+                raise ReplicaError(
+                    f"the fork server ended with code {self._process.returncode} before it started a replica; "
+                    f"its output above says why"
+                )
+        raise ReplicaError(f"the fork server did not start a replica within {_START_DEADLINE_S:.0f} s")
+
+    def status_of(self, pid: int, timeout_s: float) -> int | None:
+        """How a child ended (as `os.waitpid` tells), or `None` if that is not known in time."""
+        deadline = time.monotonic() + timeout_s
+        while pid not in self._statuses and (left_s := deadline - time.monotonic()) > 0:
+            self._next_message(timeout_s=left_s)
+        return self._statuses.get(pid)
+
+    def stop(self) -> None:
+        """Ends the server and every child that is left."""
+        self._socket.close()
+        try:
+            self._process.wait(_STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # its children follow: the kernel sees to that
+            self._process.wait()
+
+    def _next_message(self, timeout_s: float) -> dict[str, int] | None:
+        if not select.select([self._socket], [], [], timeout_s)[0]:
+            return None
+        data = self._socket.recv(_MAX_MESSAGE_BYTES)
+        if not data:
+            return None
+        message: dict[str, int] = json.loads(data)
+        if "ended" in message:
+            self._statuses[message["ended"]] = message["status"]
+        return message
+
+
+_servers: dict[int, tuple[ForkServer, int]] = {}
+
+
+def acquire() -> ForkServer:
+    """The fork server of this process, started if there is none; give it back with `release`."""
+    server, num_users = _servers.get(os.getpid(), (None, 0))
+    server = server or ForkServer()
+    _servers[os.getpid()] = server, num_users + 1
+    return server
+
+
+def release() -> None:
+    """Ends the server when its last user gives it back."""
+    server, num_users = _servers.pop(os.getpid())
+    if num_users > 1:
+        _servers[os.getpid()] = server, num_users - 1
+    else:
+        server.stop()
+
+
+def describe_status(status: int | None) -> str:
+    """How a process ended, in words."""
+    if status is None:
+        return "ended"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        try:
+            return f"was killed by {signal.Signals(number).name}"
+        except ValueError:
+            return f"was killed by signal {number}"
+    return f"ended with code {os.waitstatus_to_exitcode(status)}"

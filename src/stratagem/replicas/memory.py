@@ -1,0 +1,115 @@
+"""Anonymous shared memory that the processes of one program map in two ways at once.
+
+Through the shared mapping a write is everyone's. Through the private mapping a process reads the
+same pages, but what it writes is its own (copy on write): so one set of pages serves every replica,
+and code that changes a tensor in place changes only its own replica's. The kernel tells which pages
+were written (`/proc/self/pagemap`), whatever wrote them.
+
+The memory has no name: nobody else can open it, it does not depend on the size of `/dev/shm`, and
+nothing is left behind however a program ends. It is reserved when it is made, so that a lack of
+memory is an error then and never a signal later.
+"""
+
+import mmap
+import os
+from typing import final
+
+import numpy as np
+import torch
+
+from stratagem.devices.device import mib
+from stratagem.devices.host import Host
+from stratagem.errors import SharedMemoryError
+
+PAGE_BYTES = mmap.PAGESIZE
+
+_PRESENT_OR_SWAPPED = np.uint64(3 << 62)
+_FILE_PAGE = np.uint64(1 << 61)
+
+
+@final
+class Region:
+    """A piece of anonymous shared memory, mapped in this process.
+
+    Args:
+        descriptor: The memory; the region owns it from now on.
+        num_bytes: Its size, whole pages.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self.descriptor = descriptor
+        self.num_bytes = num_bytes
+        self._shared = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED)
+        self._private = mmap.mmap(descriptor, num_bytes, mmap.MAP_PRIVATE)
+        self._first_page = torch.frombuffer(self._private, dtype=torch.uint8).data_ptr() // PAGE_BYTES
+
+    @classmethod
+    def create(cls, num_bytes: int, *, host: Host | None = None) -> "Region":
+        """Reserves memory, all of it now.
+
+        Raises:
+            SharedMemoryError: The machine does not have that much.
+        """
+        num_bytes = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES
+        free_bytes = (host or Host()).available_memory_bytes()
+        if free_bytes is not None and num_bytes > free_bytes:
+            raise SharedMemoryError(
+                f"need {mib(num_bytes)} of shared memory, {mib(free_bytes)} are free; "
+                f"use a smaller model or fewer replicas"
+            )
+        try:
+            descriptor = os.memfd_create("stratagem", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise SharedMemoryError(f"cannot make shared memory: {error}; `ulimit -n` bounds open files") from error
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            return cls(descriptor, num_bytes)
+        except OSError as error:
+            os.close(descriptor)
+            raise SharedMemoryError(f"cannot reserve {mib(num_bytes)} of shared memory: {error}") from error
+
+    def shared(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
+        """Elements that all processes read and write."""
+        return _view(self._shared, dtype, offset, numel)
+
+    def private(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
+        """The same elements; what is written through this view only this process sees."""
+        return _view(self._private, dtype, offset, numel)
+
+    def written_pages(self) -> np.ndarray:
+        """The pages that this process has written through private views, and so has of its own."""
+        num_pages = self.num_bytes // PAGE_BYTES
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            entries = np.frombuffer(os.pread(pagemap.fileno(), 8 * num_pages, 8 * self._first_page), dtype=np.uint64)
+        return np.flatnonzero(((entries & _PRESENT_OR_SWAPPED) != 0) & ((entries & _FILE_PAGE) == 0))
+
+    def publish(self, pages: np.ndarray) -> None:
+        """Makes this process' own pages everyone's."""
+        for start, end in _runs(pages):
+            self._shared[start:end] = self._private[start:end]
+        self.drop(pages)
+
+    def drop(self, pages: np.ndarray) -> None:
+        """Gives this process' own pages up, for those of everyone."""
+        for start, end in _runs(pages):
+            self._private.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def __del__(self) -> None:
+        # Tensors in the memory keep it mapped; only its descriptor ends here.
+        os.close(self.descriptor)
+
+
+def _view(mapping: mmap.mmap, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(mapping, dtype=dtype, offset=offset, count=numel)
+
+
+def _runs(pages: np.ndarray) -> list[tuple[int, int]]:
+    """Neighbouring pages as ranges of bytes."""
+    if not len(pages):
+        return []
+    breaks = np.flatnonzero(np.diff(pages) != 1)
+    starts = pages[np.concatenate(([0], breaks + 1))]
+    ends = pages[np.concatenate((breaks, [len(pages) - 1]))] + 1
+    return [(int(start) * PAGE_BYTES, int(end) * PAGE_BYTES) for start, end in zip(starts, ends, strict=True)]

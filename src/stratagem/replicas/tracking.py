@@ -1,0 +1,100 @@
+"""Remembers what is made inside a scope, so that it can be given to the replicas.
+
+While a scope is open, the constructors of torch's modules, parameters, optimizers, schedulers and
+gradient scalers note what they make; when it closes they are put back as they were.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import torch
+
+Tracked = torch.nn.Module | torch.nn.Parameter | torch.optim.Optimizer | Any
+
+
+@final
+class Tracker:
+    """The objects that were made in the scopes of one strategy, in the order of their making."""
+
+    def __init__(self) -> None:
+        self._made: list[weakref.ref[Any]] = []
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Notes what is made inside the block."""
+        with contextlib.ExitStack() as put_back:
+            for owner in _TRACKED_BY_INIT:
+                put_back.enter_context(_replaced(owner, "__init__", functools.partial(_noting_init, self._note)))
+            put_back.enter_context(_replaced(torch.nn.Parameter, "__new__", functools.partial(_noting_new, self._note)))
+            yield
+
+    def note(self, *objects: Any) -> None:
+        """Notes objects that were made elsewhere: modules with all that is in them, optimizers."""
+        for obj in objects:
+            for each in [*obj.modules(), *obj.parameters()] if isinstance(obj, torch.nn.Module) else [obj]:
+                self._note(each)
+
+    def take(self) -> list[Any]:
+        """What was made since the last call and still exists, with all that modules among it hold."""
+        # A copy of a module is made without its constructor, and is seen only in the module that holds it.
+        self.note(*[obj for reference in self._made if isinstance(obj := reference(), torch.nn.Module)])
+        made, self._made = self._made, []
+        return [obj for reference in made if (obj := reference()) is not None]
+
+    def put_back(self, made: list[Any]) -> None:
+        """Takes back what could not be given out, for another attempt."""
+        self._made = [self._known[id(obj)] for obj in made if id(obj) in self._known] + self._made
+
+    def _note(self, obj: Any) -> None:
+        if id(obj) not in self._known:
+            reference = weakref.ref(obj, functools.partial(self._forget, id(obj)))
+            self._known[id(obj)] = reference
+            self._made.append(reference)
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._known.pop(key, None)
+
+
+_TRACKED_BY_INIT = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.optim.lr_scheduler.ReduceLROnPlateau,
+    torch.amp.GradScaler,
+)
+
+
+def _noting_init(note: Callable[[Any], None], original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        note(self)
+        original(self, *args, **kwargs)
+
+    return init
+
+
+def _noting_new(note: Callable[[Any], None], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        made = original(cls, *args, **kwargs)
+        note(made)
+        return made
+
+    return staticmethod(new)
+
+
+@contextlib.contextmanager
+def _replaced(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    own = owner.__dict__.get(name)
+    setattr(owner, name, wrap(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

@@ -1,0 +1,203 @@
+"""Values that differ from replica to replica, and how results of a run come to the controller.
+
+Small results travel with the answer; large tensors stay in their replica until somebody asks.
+"""
+
+import functools
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from stratagem.errors import StrategyError
+
+_INLINE_BYTES = 64 * 1024
+
+
+@final
+class Remote:
+    """A tensor that is still in its replica."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Deferred(ABC):
+    """A value that its replica makes itself when a run needs it: data that is loaded where it is used."""
+
+    @abstractmethod
+    def load(self) -> Any:
+        """The value, in the replica."""
+
+
+def load_deferred(value: Any) -> Any:
+    """A nesting of values with everything loaded that the replica makes itself."""
+    return pytree.tree_map(lambda each: each.load() if isinstance(each, Deferred) else each, value)
+
+
+@final
+class PerReplica:
+    """One value for each replica; `values` gives them, in the order of the replicas.
+
+    Args:
+        values: The values, or functions that fetch them.
+        counts: How many examples each replica had, if the values came from a distributed batch.
+    """
+
+    def __init__(self, values: Sequence[Any], counts: tuple[int, ...] | None = None) -> None:
+        self._values = list(values)
+        self.counts = counts
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The values of all replicas, fetched now if they are not here yet."""
+        return tuple(self[replica] for replica in range(len(self)))
+
+    def __getitem__(self, replica: int) -> Any:
+        value = self._values[replica]
+        if isinstance(value, _Later):
+            value = self._values[replica] = value.fetch()
+        return value
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        inside = ", ".join("..." if isinstance(each, _Later) else repr(each) for each in self._values)
+        return f"PerReplica({inside})"
+
+
+@final
+class _Later:
+    def __init__(self, fetch: Callable[[], Any], forget: Callable[[], None]) -> None:
+        self._fetch = fetch
+        self._forget = weakref.finalize(self, forget)
+
+    def fetch(self) -> Any:
+        self._forget.detach()
+        return self._fetch()
+
+
+def pack_result(result: Any, kept: Any) -> Any:
+    """Prepares what a replica's function returned for its way: large tensors stay."""
+
+    def pack(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = _as_it_is_now(value)
+        if value.nbytes <= _INLINE_BYTES:
+            return value
+        kept.next_number += 1
+        kept.values[kept.next_number] = value
+        return Remote(kept.next_number)
+
+    return pytree.tree_map(pack, result)
+
+
+def join_results(
+    results: Sequence[Any],
+    counts: tuple[int, ...] | None,
+    fetch: Callable[[int, int], Any],
+    forget: Callable[[int, int], None] = lambda *_: None,
+) -> Any:
+    """Turns the results of all replicas, of equal structure, into one structure of per-replica values.
+
+    Args:
+        results: What each replica returned, packed.
+        counts: How many examples each replica had.
+        fetch: Brings a value that stayed in its replica, by rank and number.
+        forget: Told of a value that nobody will ask for any more.
+    """
+    own = pytree.tree_map(lambda each: _as_it_is_now(each) if isinstance(each, torch.Tensor) else each, results[0])
+    flat = [pytree.tree_flatten(result) for result in (own, *results[1:])]
+    for rank, (_, structure) in enumerate(flat):
+        if structure != flat[0][1]:
+            raise StrategyError(
+                f"replica 0 returned {_outline(results[0])}, replica {rank} returned {_outline(results[rank])}; "
+                f"return the same structure in every replica"
+            )
+
+    def later(rank: int, number: int) -> _Later:
+        return _Later(functools.partial(fetch, rank, number), functools.partial(forget, rank, number))
+
+    def leaf(values: tuple[Any, ...]) -> PerReplica:
+        held = [later(rank, value.number) if isinstance(value, Remote) else value for rank, value in enumerate(values)]
+        return PerReplica(held, counts)
+
+    leaves = [leaf(values) for values in zip(*(leaves for leaves, _ in flat), strict=True)]
+    return pytree.tree_unflatten(leaves, flat[0][1])
+
+
+def select(value: Any, replica: int) -> Any:
+    """The part of a nesting of values that one replica gets."""
+    return pytree.tree_map(
+        lambda each: each[replica] if isinstance(each, PerReplica) else each,
+        value,
+        is_leaf=lambda each: isinstance(each, PerReplica),
+    )
+
+
+def counts_of(*values: Any) -> tuple[int, ...] | None:
+    """How many examples each replica has in the distributed batch among some values, if there is one."""
+    leaves = pytree.tree_leaves(values, is_leaf=lambda each: isinstance(each, PerReplica))
+    return next((each.counts for each in leaves if isinstance(each, PerReplica) and each.counts), None)
+
+
+def reduce(op: str, value: PerReplica, *, weighted: bool) -> Any:
+    """One value of all: replicas without examples count for nothing."""
+    if op not in _OPS:
+        raise StrategyError(f"no reduction named {op!r}; known: {', '.join(_OPS)}")
+    counts = value.counts or (1,) * len(value)
+    tensors = _tensors(f"reduce({op!r})", value)
+    tensors = [each for each, count in zip(tensors, counts, strict=True) if count > 0]
+    if not tensors:
+        return torch.as_tensor(float("nan"))
+    if len({each.shape for each in tensors}) > 1:
+        shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
+        raise StrategyError(f"reduce needs tensors of one shape, replicas returned {shapes}; use gather to join them")
+    stacked = torch.stack(tensors)
+    if op == "sum":
+        return stacked.sum(dim=0)
+    if op != "mean":
+        return stacked.amax(dim=0) if op == "max" else stacked.amin(dim=0)
+    parts = torch.tensor([count if weighted else 1 for count in counts if count > 0], dtype=torch.float64)
+    wide = stacked.to(torch.complex128 if stacked.is_complex() else torch.float64)
+    mean = (wide * (parts / parts.sum()).view(-1, *[1] * (stacked.dim() - 1))).sum(dim=0)
+    return mean.to(stacked.dtype) if stacked.is_floating_point() or stacked.is_complex() else mean
+
+
+def gather(value: PerReplica, axis: int) -> torch.Tensor:
+    """The tensors of all replicas, one after the other; single numbers become a vector."""
+    tensors = _tensors("gather", PerReplica(load_deferred(value.values)))
+    return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in tensors], dim=axis)
+
+
+_OPS = ("sum", "mean", "max", "min")
+
+
+def _tensors(what: str, value: PerReplica) -> list[torch.Tensor]:
+    for each in value.values:
+        if not isinstance(each, torch.Tensor | bool | int | float | complex | np.ndarray | np.generic):
+            raise StrategyError(
+                f"cannot {what} {type(each).__name__} {each!r}; return tensors or numbers from the function, "
+                f"or take the values with local_results"
+            )
+    return [torch.as_tensor(each).detach().to("cpu") for each in value.values]
+
+
+def _as_it_is_now(value: torch.Tensor) -> torch.Tensor:
+    """A result that later runs do not change: parameters and small tensors are copied, fresh large ones are kept."""
+    shared = value.is_leaf and (value.requires_grad or value._is_view())
+    return value.detach().clone() if shared or value.nbytes <= _INLINE_BYTES else value.detach()
+
+
+def _outline(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(repr(key) for key in value) + "}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} of {len(value)}"
+    return type(value).__name__

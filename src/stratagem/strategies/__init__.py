@@ -1,0 +1,1 @@
+"""Where variables live, and when replicas agree: one file for each strategy."""

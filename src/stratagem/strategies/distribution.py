@@ -1,0 +1,211 @@
+"""Gives the replicas what is made in a scope, and keeps them up to date with it.
+
+Where tensors lie is up to `copies`; modules, optimizers, schedulers and scalers are sent once and
+from then on travel as references. Between runs the controller's objects are ordinary ones: what it
+changes in them is found and passed on at the next run.
+"""
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stratagem.errors import StrategyError
+from stratagem.replicas import control
+from stratagem.replicas.registry import Registry
+from stratagem.replicas.tracking import Tracker
+from stratagem.strategies import in_child
+from stratagem.strategies.runtime import Runtime
+from stratagem.strategies.updates import SplitUpdate, whole_state
+
+if TYPE_CHECKING:
+    from stratagem.strategies.local_replicas import LocalReplicas
+
+
+@final
+class Distribution:
+    """The distributed objects of one strategy, in the controller.
+
+    Args:
+        replicas: Who they are given to.
+    """
+
+    def __init__(self, replicas: "LocalReplicas") -> None:
+        self.registry = Registry(keeps=False)
+        self.tracker = Tracker()
+        self._replicas = weakref.proxy(replicas)
+        self._names = itertools.count(1)
+        self._reloaded: set[int] = set()  # optimizers that run whole, whose state the others must take
+        self._state: control.Snapshot = {}
+
+    def bring_up_to_date(self, own: Runtime) -> None:
+        """Distributes new objects, and the state of optimizers that the controller gave them."""
+        dropped = self.registry.take_dropped()
+        if dropped:
+            self._replicas.forget_functions()
+            self._replicas.ask_children(in_child.drop, self._replicas.key, dropped)
+            own.drop(dropped)
+        made = self.tracker.take()
+        if made:
+            try:
+                self._check(made)
+            except StrategyError:
+                self.tracker.put_back(made)
+                raise
+            self._distribute(made, own)
+        live, reloaded, self._reloaded = self.registry.live(), self._reloaded, set()
+        for name in reloaded & live.keys():
+            optimizer = live[name]
+            state = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, type(optimizer).state_dict(optimizer))
+            self._replicas.ask_children(in_child.load_whole_state, self._replicas.key, name, state)
+
+    def changes(self) -> control.Snapshot:
+        """What the controller changed in distributed objects since the last run, besides tensors."""
+        return control.difference(self._state, control.snapshot(self._controlled()))
+
+    def note_state(self) -> None:
+        """Takes the state after a run, which is the same in all replicas, as the one to compare with."""
+        self._state = control.snapshot(self._controlled())
+
+    def forget_state(self, own: Runtime) -> None:
+        """After a run that failed replicas may be in different states: the next run sends everything."""
+        self._state = {}
+        optimizers = {name for name, obj in self.registry.live().items() if isinstance(obj, torch.optim.Optimizer)}
+        self._reloaded = optimizers - own.updates.keys()
+        own.copies.forget_state()
+
+    def _controlled(self) -> dict[int, Any]:
+        named = self.registry.live()
+        named.pop(0, None)
+        return named
+
+    def reference_in_run(self, obj: Any) -> int | None:
+        """The name of an object that a function mentions; refuses models that were made elsewhere."""
+        name = self.registry.reference(obj)
+        if name is None and isinstance(obj, torch.nn.Module | torch.optim.Optimizer | torch.nn.Parameter):
+            self._refuse(obj)
+        return name
+
+    def bring_state_home(self, own: Runtime) -> None:
+        """Gives the controller's optimizers the state that is spread over the replicas."""
+        for name, update in own.updates.items():
+            update.optimizer.state.update(self._whole_state(update, name))
+
+    def let_go(self) -> None:
+        """Makes distributed objects plain ones again."""
+        for obj in self.registry.live().values():
+            if isinstance(obj, torch.optim.Optimizer):
+                for name in ("step", "state_dict", "load_state_dict"):
+                    obj.__dict__.pop(name, None)
+
+    def _refuse(self, obj: Any) -> None:
+        where = "created outside strategy.scope(); create it inside `with strategy.scope():`, or call strategy.adopt"
+        if isinstance(obj, torch.nn.Module):
+            number = len(list(obj.parameters()))
+            if number or list(obj.buffers()):
+                raise StrategyError(f"model {type(obj).__name__} ({number} parameters) was {where}(model)")
+        elif isinstance(obj, torch.optim.Optimizer):
+            raise StrategyError(f"optimizer {type(obj).__name__} was {where}(optimizer), after the model")
+        else:
+            raise StrategyError(f"a parameter of shape {tuple(obj.shape)} was {where}(its module)")
+
+    def _distribute(self, made: Sequence[Any], own: Runtime) -> None:
+        others = {next(self._names): each for each in made if not isinstance(each, torch.Tensor)}
+        modules = [each for each in others.values() if isinstance(each, torch.nn.Module)]
+        tensors: dict[int, torch.Tensor] = {id(each): each for each in made if isinstance(each, torch.nn.Parameter)}
+        for module in modules:
+            for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                tensors.setdefault(id(tensor), tensor)
+        labels = _labels(modules)
+        new = [each for each in tensors.values() if each not in self.registry]
+        named = [(next(self._names), each) for each in new]
+        variables = own.copies.place(named, labels)
+        for name, tensor in named:
+            self.registry.add(name, tensor)
+        self._replicas.ask_children(in_child.adopt_variables, self._replicas.key, variables)
+        self._replicas.ask_children(in_child.adopt_objects, self._replicas.key, others)
+        for name, obj in others.items():
+            self.registry.add(name, obj)
+        for placed in variables:
+            own.copies.add(placed, dict(named))
+        own.add_objects(others)
+        for name, obj in others.items():
+            if name in own.updates:
+                self._show_whole_state(own.updates[name], name)
+            elif isinstance(obj, torch.optim.Optimizer):
+                self._pass_on_state(obj, name)
+        # Of the new ones only: what was changed in others has not been sent yet.
+        self._state |= control.snapshot({**dict(named), **others})
+
+    def _check(self, made: Sequence[Any]) -> None:
+        """Refuses what cannot be distributed, before anything is."""
+        new = {id(each) for each in made}
+        for obj in made:
+            if isinstance(obj, torch.nn.Module):
+                new |= {id(each) for each in obj.parameters(recurse=False)}
+                if any(map(torch.nn.parameter.is_lazy, obj.parameters(recurse=False))):
+                    raise StrategyError(
+                        "a lazy module has no shape yet; call it once on an example inside the scope, before the "
+                        "first run"
+                    )
+        for obj in made:
+            if isinstance(obj, torch.optim.Optimizer):
+                self._check_optimizer(obj, new)
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer, new: set[int]) -> None:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        foreign = [each for each in parameters if each not in self.registry and id(each) not in new]
+        if foreign:
+            raise StrategyError(
+                f"optimizer {type(optimizer).__name__} holds {len(foreign)} parameter(s) that this strategy does not "
+                f"manage (first: shape {tuple(foreign[0].shape)}); build it inside the same scope, after the model"
+            )
+
+    def _whole_state(self, update: SplitUpdate, name: int) -> dict[torch.Tensor, dict[str, Any]]:
+        chunks = self._replicas.ask_children(in_child.optimizer_state, self._replicas.key, name)
+        return whole_state(update.optimizer, [update.state(), *chunks])
+
+    def _show_whole_state(self, update: SplitUpdate, name: int) -> None:
+        """Lets the controller's optimizer show and take the state that is spread over the replicas."""
+        kind, distribution = type(update.optimizer), weakref.proxy(self)
+
+        def gather() -> dict[str, Any]:
+            optimizer = update.optimizer
+            optimizer.state.update(distribution._whole_state(update, name))
+            try:
+                return kind.state_dict(optimizer)
+            finally:
+                optimizer.state.clear()
+
+        def scatter(state: dict[str, Any]) -> None:
+            kind.load_state_dict(update.optimizer, state)
+            states = update.take_whole_state()
+            replicas = distribution._replicas
+            replicas.ask_children(in_child.load_optimizer_state, replicas.key, name, states)
+
+        update.optimizer.state_dict = gather  # type: ignore[method-assign]
+        update.optimizer.load_state_dict = scatter  # type: ignore[method-assign,assignment]
+
+    def _pass_on_state(self, optimizer: torch.optim.Optimizer, name: int) -> None:
+        """Lets all replicas have the state that the controller loads into an optimizer that runs whole."""
+        kind, own, distribution = type(optimizer), weakref.ref(optimizer), weakref.proxy(self)
+
+        def load(state: dict[str, Any]) -> None:
+            kind.load_state_dict(cast(torch.optim.Optimizer, own()), state)
+            distribution._reloaded.add(name)
+
+        optimizer.load_state_dict = load  # type: ignore[method-assign,assignment]
+
+
+def _labels(modules: Sequence[torch.nn.Module]) -> dict[int, str]:
+    """The full name of each tensor, as its outermost module has it."""
+    inner = {id(child) for module in modules for child in module.children()}
+    labels: dict[int, str] = {}
+    for module in modules:
+        if id(module) not in inner:
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                labels.setdefault(id(tensor), name)
+    return labels

@@ -1,0 +1,114 @@
+"""An equal copy of every variable on each local device, in agreement after every step."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+from stratagem.devices.device import LogicalDevice
+from stratagem.devices.inventory import this_process
+from stratagem.devices.lookup import DeviceLike
+from stratagem.errors import StrategyError
+from stratagem.strategies import context
+from stratagem.strategies.local_replicas import LocalReplicas
+from stratagem.strategies.runtime import Settings
+from stratagem.strategies.strategy import Strategy, require_adoptable, require_call
+
+
+@final
+class MirroredStrategy(Strategy):
+    """Keeps an equal copy of every variable on each local device.
+
+    Replica i receives slice i of the global batch. No copy changes until gradients from all
+    replicas have been summed, so copies never drift apart. For several machines use
+    `MultiWorkerMirroredStrategy`.
+
+    Args:
+        devices: Where the replicas compute; by default all logical devices of the best kind.
+        gradients: `mean` over the global batch, or `sum` if the program scales the loss itself.
+        unused: What a parameter that only some replicas used means: `zero` gradients in the others,
+            or an `error`.
+        on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
+        cross_device_ops: How gradients travel. `shared_memory`: variables lie once in memory that all
+            replicas share; for the CPU. `torch`: every replica has its own, and gradients are summed
+            by torch.distributed (NCCL, or gloo on the CPU) while the backward pass goes on.
+            `to_one`: the same, but summed in replica 0 and sent back; simple and slow. `auto` takes
+            `shared_memory` on the CPU and `torch` on accelerators. Where replicas have their own
+            variables, weights that the main program writes through `.data` do not reach them;
+            write inside `torch.no_grad()`.
+        stall_timeout_s: How long replicas wait for another before it counts as stalled.
+    Raises:
+        DeviceError: `devices` is empty, names one twice or one that does not exist.
+        StrategyError: An option is not one of its values, or the call is inside a replica.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[DeviceLike] | None = None,
+        *,
+        gradients: str = "mean",
+        unused: str = "zero",
+        on_nonfinite: str = "skip",
+        cross_device_ops: str = "auto",
+        stall_timeout_s: float = 60.0,
+    ) -> None:
+        context.require_controller("MirroredStrategy()")
+        self._devices = this_process().select(devices)
+        way = _choose_way(cross_device_ops, self._devices)
+        settings = Settings(len(self._devices), gradients, unused, on_nonfinite, way)
+        if isinstance(stall_timeout_s, bool) or not isinstance(stall_timeout_s, int | float) or stall_timeout_s <= 0:
+            raise StrategyError(f"stall_timeout_s is a number of seconds above 0, got {stall_timeout_s!r}")
+        self._replicas = LocalReplicas(self, self._devices, settings, stall_timeout_s)
+
+    @property
+    def devices(self) -> tuple[LogicalDevice, ...]:
+        return self._devices
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator["MirroredStrategy"]:
+        """What is made inside is distributed; the first time, the replicas are started."""
+        with self._in_scope():
+            self._replicas.start()
+            with self._replicas.distribution.tracker.watch():
+                yield self
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        context.require_controller("strategy.run()")
+        require_call(fn, args, kwargs)
+        return self._replicas.run(fn, tuple(args), dict(kwargs or {}))
+
+    def adopt(self, *objects: Any) -> None:
+        """Distributes modules and optimizers that were made outside the scope."""
+        context.require_controller("strategy.adopt()")
+        self._require_usable()
+        require_adoptable(objects)
+        self._replicas.distribution.tracker.note(*objects)
+
+    def close(self) -> None:
+        context.require_controller("strategy.close()")
+        self._replicas.close()
+
+    def _require_usable(self) -> None:
+        self._replicas.require_usable()
+
+    def call_in_children(self, function: Callable[..., Any], *arguments: Any) -> None:
+        if self._replicas.closed_at is None:
+            self._replicas.start()
+            self._replicas.ask_children(function, *arguments)
+
+
+_WAYS = ("auto", "shared_memory", "torch", "to_one")
+
+
+def _choose_way(cross_device_ops: str, devices: Sequence[LogicalDevice]) -> str:
+    """How gradients travel between devices."""
+    if cross_device_ops not in _WAYS:
+        raise StrategyError(f"cross_device_ops is one of {', '.join(map(repr, _WAYS))}, got {cross_device_ops!r}")
+    accelerators = [device.name for device in devices if device.torch_device.type != "cpu"]
+    if cross_device_ops == "shared_memory" and accelerators:
+        raise StrategyError(
+            f"cross_device_ops='shared_memory' is for replicas that compute on the CPU, got {accelerators[0]!r}; "
+            f"use 'torch'"
+        )
+    if cross_device_ops == "auto":
+        return "torch" if accelerators else "shared_memory"
+    return cross_device_ops

@@ -1,0 +1,114 @@
+"""One device, no replicas to agree with: the reference that every other strategy must equal."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import torch
+
+from stratagem._caller import calling_line
+from stratagem.collectives.one_replica import OneReplica
+from stratagem.devices.device import LogicalDevice
+from stratagem.devices.inventory import this_process
+from stratagem.devices.lookup import DeviceLike
+from stratagem.errors import StrategyError
+from stratagem.replicas import values
+from stratagem.strategies import context
+from stratagem.strategies.context import ReplicaContext
+from stratagem.strategies.strategy import Strategy, require_adoptable, require_call
+
+
+class _Alone(Strategy):
+    """What strategies with a single replica in this process have in common."""
+
+    def __init__(self) -> None:
+        self._closed_at: str | None = None
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Calls `fn` here; returns what it returns."""
+        self._require_usable()
+        context.require_controller("strategy.run()")
+        require_call(fn, args, kwargs)
+        arguments, keywords = values.load_deferred(
+            (values.select(tuple(args), 0), values.select(dict(kwargs or {}), 0))
+        )
+        context.state.replicas.append(ReplicaContext(0, OneReplica(), self))
+        try:
+            return fn(*arguments, **keywords)
+        finally:
+            context.state.replicas.pop()
+
+    def adopt(self, *objects: Any) -> None:
+        """Nothing needs to be distributed."""
+        context.require_controller("strategy.adopt()")
+        self._require_usable()
+        require_adoptable(objects)
+
+    def close(self) -> None:
+        context.require_controller("strategy.close()")
+        self._closed_at = self._closed_at or calling_line()
+
+    def _require_usable(self) -> None:
+        if self._closed_at is not None:
+            raise StrategyError(f"{type(self).__name__} was closed at {self._closed_at}; make a new one")
+
+    def call_in_children(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """There are none."""
+
+
+@final
+class OneDeviceStrategy(_Alone):
+    """Puts all variables and all computation on one device.
+
+    A program that runs with it runs with every other strategy, with equal results.
+
+    Args:
+        device: The logical device.
+    Raises:
+        DeviceError: There is no such device.
+    Example:
+        >>> strategy = OneDeviceStrategy("cpu:0")
+        >>> with strategy.scope():
+        ...     model = torch.nn.Linear(2, 1)
+        >>> strategy.run(lambda x: model(x).shape, args=(torch.ones(3, 2),))
+        torch.Size([3, 1])
+    """
+
+    def __init__(self, device: DeviceLike = "cpu:0") -> None:
+        context.require_controller("OneDeviceStrategy()")
+        super().__init__()
+        self._device = this_process().resolve(device)
+
+    @property
+    def devices(self) -> tuple[LogicalDevice, ...]:
+        return (self._device,)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator["OneDeviceStrategy"]:
+        """What is made inside is made on the device."""
+        with self._in_scope(), torch.device(self._device.torch_device):
+            yield self
+
+
+@final
+class DefaultStrategy(_Alone):
+    """The strategy outside any scope: everything is as without one."""
+
+    @property
+    def devices(self) -> tuple[LogicalDevice, ...]:
+        return this_process().select()[:1]
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator["DefaultStrategy"]:
+        """Changes nothing."""
+        yield self
+
+
+_default = DefaultStrategy()
+
+
+def get_strategy() -> Any:
+    """The strategy of the scope or of the replica that the code is in; outside both, the default one."""
+    if context.state.replicas:
+        return context.state.replicas[-1].strategy
+    return context.state.scopes[-1] if context.state.scopes else _default

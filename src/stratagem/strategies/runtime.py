@@ -1,0 +1,283 @@
+"""One replica of a strategy, in whichever process it is: its variables, its meeting point, its runs.
+
+The controller and every child have one `Runtime` for each open strategy. The controller's
+(replica 0) is driven by the strategy itself (`local_replicas`), a child's by `in_child`. Here, and
+only here, is chosen where variables lie and how gradients travel (`copies`).
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stratagem.collectives.contract import Collective
+from stratagem.collectives.shared_memory import SharedMemory
+from stratagem.collectives.signals import PeerAborted, Signals
+from stratagem.collectives.to_one import ToOne
+from stratagem.errors import StrategyError
+from stratagem.replicas import control, values
+from stratagem.replicas.memory import Region
+from stratagem.strategies import context, gradients
+from stratagem.strategies.context import ReplicaContext
+from stratagem.strategies.copies import Copies, Written
+from stratagem.strategies.private_copies import PrivateCopies
+from stratagem.strategies.shared_copies import SharedCopies
+from stratagem.strategies.updates import SplitUpdate
+
+_OPTIONS = {
+    "gradients": ("mean", "sum"),
+    "unused": ("zero", "error"),
+    "on_nonfinite": ("skip", "raise", "apply"),
+    "cross_device_ops": ("shared_memory", "torch", "to_one"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What all replicas of a strategy have in common."""
+
+    size: int
+    gradients: str = "mean"
+    unused: str = "zero"
+    on_nonfinite: str = "skip"
+    cross_device_ops: str = "shared_memory"
+
+    def __post_init__(self) -> None:
+        for name, allowed in _OPTIONS.items():
+            if getattr(self, name) not in allowed:
+                raise StrategyError(f"{name} is one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a replica must know of one call of `strategy.run`, besides the function.
+
+    Args:
+        number: Which run, from 1.
+        counts: How many examples each replica has; `None` if the run is not on a distributed batch.
+        seed: The seed of the controller's random numbers, if it has changed.
+        changes: What the controller changed in distributed objects, besides tensors.
+        written: The tensors that it wrote to, where they travel by value.
+    """
+
+    number: int
+    counts: tuple[int, ...] | None
+    seed: int | None
+    changes: control.Snapshot
+    written: Written
+
+
+@final
+class Runtime:
+    """One replica of one strategy.
+
+    Args:
+        rank: Which replica.
+        settings: What all replicas have in common.
+        meeting: Memory for the signals.
+        scratch: Memory for the general collective.
+        strategy: The strategy, as code in this replica sees it.
+    """
+
+    def __init__(self, rank: int, settings: Settings, meeting: Region, scratch: Region, strategy: Any) -> None:
+        self.rank = rank
+        self.strategy = strategy
+        self.settings = settings
+        self.device: torch.device = strategy.devices[rank].torch_device
+        self.signals = Signals(meeting, rank, settings.size)
+        self.control = SharedMemory(scratch, self.signals)
+        self.collective: Collective = self.control
+        self.copies: Copies
+        if settings.cross_device_ops == "shared_memory":
+            self.copies = SharedCopies(self)
+        elif settings.cross_device_ops == "torch":
+            self.copies = PrivateCopies(self, by_torch=True)
+        else:
+            self.collective = ToOne(self.control)
+            self.copies = PrivateCopies(self, by_torch=False)
+        self._given: list[weakref.ref[Any]] = []
+        self.updates: dict[int, SplitUpdate] = {}
+        self._run: Run | None = None
+        self._depth = 0
+        self._syncing = True
+        self._skipped: list[tuple[int, str]] = []
+        self.updated = False
+        gradients.install()
+        context.open_runtimes.append(self)
+
+    def close(self) -> None:
+        """Gives the memory up; tensors that are still used keep theirs."""
+        if self in context.open_runtimes:
+            context.open_runtimes.remove(self)
+        self.copies.close()
+
+    # Distributed objects
+
+    def add_objects(self, objects: dict[int, Any]) -> None:
+        """Takes modules, optimizers and the like that have just been distributed."""
+        for name, obj in objects.items():
+            self._given.append(weakref.ref(obj))
+            if isinstance(obj, torch.optim.Optimizer):
+                self._take_over(name, obj)
+
+    def distributed(self) -> list[Any]:
+        """The modules and other objects that this replica was given and still has."""
+        return [obj for reference in self._given if (obj := reference()) is not None]
+
+    def drop(self, names: Sequence[int]) -> None:
+        """Lets go of objects that the program has dropped, and of memory that nothing else is in."""
+        for name in names:
+            self.updates.pop(name, None)
+        self.copies.drop(set(names))
+
+    def _take_over(self, name: int, optimizer: torch.optim.Optimizer) -> None:
+        """Puts the replica's own step in the place of the optimizer's."""
+        whole = type(optimizer).step
+        update = self.copies.split(optimizer)
+        if update is not None:
+            self.updates[name] = update
+            if optimizer.state:
+                update.take_whole_state()
+        elif self.device.type != "cpu":
+            _follow(optimizer)
+
+        def step(self_: Any, closure: Any = None) -> Any:
+            if not context.current_runs:
+                raise StrategyError(
+                    "optimizer.step() was called outside strategy.run, where only one replica would take it; "
+                    "call it in the function that you run"
+                )
+            self_._opt_called = True
+            if update is not None:
+                return update.step(closure)
+            if closure is None and not self.may_update():
+                return None
+            return whole(self_) if closure is None else whole(self_, closure)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for it
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        if self.rank and type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
+            # Without its wrapper, which imports torch's compiler: children have no other use for it.
+            bare = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+            optimizer.zero_grad = types.MethodType(bare, optimizer)  # type: ignore[method-assign]
+
+    # A run
+
+    @property
+    def counted(self) -> list[bool]:
+        """Which replicas have examples in this run, so that their gradients count."""
+        counts = self._run.counts if self._run else None
+        return [True] * self.settings.size if counts is None else [count > 0 for count in counts]
+
+    @property
+    def weight(self) -> float:
+        """This replica's part of the global batch."""
+        return 1.0 if self.settings.gradients == "sum" else self._share
+
+    @property
+    def _share(self) -> float:
+        """This replica's part of the examples, whatever is done with gradients."""
+        counts = self._run.counts if self._run else None
+        return 1.0 / self.settings.size if counts is None or not sum(counts) else counts[self.rank] / sum(counts)
+
+    def execute(self, run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the user's function as this replica. A failure ends the waits of the others."""
+        self._run, self._depth, self._syncing, self.updated = run, 0, True, False
+        context.state.replicas.append(ReplicaContext(self.rank, self.collective, self.strategy))
+        context.current_runs.append(self)
+        try:
+            args, kwargs = self._brought(values.load_deferred((args, kwargs)), self.device)
+            result = self._brought(function(*args, **kwargs), torch.device("cpu"))
+            self._finish()
+        except BaseException as error:
+            if not isinstance(error, PeerAborted):
+                self.signals.abort()
+            raise
+        finally:
+            context.current_runs.pop()
+            context.state.replicas.pop()
+        return result
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside the block, backward passes keep this replica's own gradients."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def backward(
+        self, original: Callable[..., None], tensors: Any, grad_tensors: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """A backward pass inside a run; a pass inside a pass is part of the outer one."""
+        if self._depth:
+            original(tensors, grad_tensors, *args, **kwargs)
+            return
+        syncing = self._syncing
+        self.copies.begin_backward(syncing=syncing)
+        self._depth += 1
+        try:
+            original(tensors, self._scaled(tensors, grad_tensors), *args, **kwargs)
+        except BaseException:
+            self.copies.abandon_backward()
+            raise
+        finally:
+            self._depth -= 1
+        self.copies.end_backward(syncing=syncing)
+
+    def _scaled(self, tensors: Any, grad_tensors: Any) -> Any:
+        """The start of the backward pass, times this replica's part of the global batch."""
+        weight = self.weight
+        if weight == 1.0:
+            return grad_tensors
+        outputs = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        given = (grad_tensors,) if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else grad_tensors
+        starts = [*given, *[None] * (len(outputs) - len(given))]
+        return [
+            (torch.full_like(output, weight) if output.numel() == 1 else None) if start is None else start * weight
+            for output, start in zip(outputs, starts, strict=True)
+        ]
+
+    def may_update(self) -> bool:
+        """Whether the gradients of this step are fit to be applied; the same in every replica."""
+        if self.copies.finite or self.settings.on_nonfinite == "apply":
+            self.updated = True
+            return True
+        self._skipped = self.copies.culprits
+        return False
+
+    def take_skipped(self) -> list[tuple[int, str]]:
+        """The replicas and parameters whose gradients made this run skip an update."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
+
+    def publish_written(self) -> None:
+        """Makes parameters that the program changed in place, the same in every replica, everyone's."""
+        self.copies.publish_written()
+
+    def _brought(self, value: Any, device: torch.device) -> Any:
+        """A nesting of values with its tensors brought to a device; where all is on the CPU, as it is."""
+        if self.device.type == "cpu":
+            return value
+        return pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), value)
+
+    def _finish(self) -> None:
+        """Brings everything that a run may have changed to one state in all replicas."""
+        if self.settings.size > 1:
+            self.copies.publish_written()
+            self.copies.average_buffers(self._share)
+
+
+def _follow(optimizer: torch.optim.Optimizer) -> None:
+    """Moves what an optimizer remembers of its parameters to where they are now."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                state[key] = value.to(parameter.device)

@@ -1,0 +1,469 @@
+"""One suite for every synchronous strategy: it must equal one device on the same global batches."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+
+ROWS: dict[str, Callable[[], sg.Strategy]] = {
+    "one device": lambda: sg.OneDeviceStrategy("cpu:0"),
+    "mirrored 1": lambda: sg.MirroredStrategy(["cpu:0"]),
+    "mirrored 2": lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"]),
+    "mirrored 4": lambda: sg.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]),
+    "mirrored 2 torch": lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops="torch"),
+    "mirrored 2 to one": lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops="to_one"),
+}
+# Every replica has variables of its own.
+PRIVATE = ("mirrored 2 torch", "mirrored 2 to one")
+
+
+@pytest.fixture(scope="module", params=list(ROWS))
+def strategy(request: pytest.FixtureRequest, four_cpus: None) -> Iterator[sg.Strategy]:
+    with ROWS[request.param]() as made:
+        with made.scope():
+            pass
+        yield made
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def make_batches(sizes: list[int], seed: int = 3) -> Batches:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, 6, generator=generator), torch.randint(3, (size,), generator=generator)) for size in sizes
+    ]
+
+
+UNEVEN = make_batches([8, 7, 5, 8, 3, 1, 9])
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+Build = Callable[[], tuple[Any, Callable[..., torch.Tensor]]]
+
+
+def assert_equal_to_one_device(
+    strategy: sg.Strategy, build: Build, batches: Batches = UNEVEN, *, tolerance: float = 2e-6
+) -> None:
+    """Trains twice, plainly and with the strategy, and compares every loss and the final weights."""
+    model, step = build()
+    expected = [step(*batch).item() for batch in batches]
+    with strategy.scope():
+        distributed, distributed_step = build()
+    losses = [
+        strategy.reduce("mean", strategy.run(distributed_step, args=batch)).item()
+        for batch in strategy.distribute(batches)
+    ]
+    assert losses == pytest.approx(expected, abs=tolerance)
+    for (name, ours), theirs in zip(distributed.state_dict().items(), model.state_dict().values(), strict=True):
+        torch.testing.assert_close(
+            ours, theirs, atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.5),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    "whole: adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_equals_one_device_with_uneven_batches(strategy: sg.Strategy, name: str) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        model = make_net()
+        return model, plain_step(model, OPTIMIZERS[name](model.parameters()))
+
+    assert_equal_to_one_device(strategy, build, tolerance=2e-5)
+
+
+def test_closure_optimizer_equals_one_device(strategy: sg.Strategy) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        model = make_net()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(inputs), targets)
+                loss.backward()
+                return sg.get_replica_context().all_reduce("mean", loss.detach()) if sg.get_replica_context() else loss
+
+            optimizer.step(closure)
+            with torch.no_grad():
+                return nn.functional.cross_entropy(model(inputs), targets)
+
+        return model, step
+
+    assert_equal_to_one_device(strategy, build, make_batches([8, 8, 8]), tolerance=1e-4)
+
+
+def test_parameter_groups_and_schedulers_equal_one_device(strategy: sg.Strategy) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        model = make_net()
+        optimizer = torch.optim.SGD(
+            [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[2:].parameters(), "momentum": 0.9}], lr=0.05
+        )
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=10)
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            return loss
+
+        return model, step
+
+    assert_equal_to_one_device(strategy, build)
+
+
+def test_clipping_equals_one_device(strategy: sg.Strategy) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            return loss
+
+        return model, step
+
+    assert_equal_to_one_device(strategy, build)
+
+
+def test_several_backwards_in_one_step_add_up(strategy: sg.Strategy) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            (0.5 * nn.functional.cross_entropy(model(inputs * 2), targets)).backward()
+            optimizer.step()
+            return loss
+
+        return model, step
+
+    assert_equal_to_one_device(strategy, build)
+
+
+def test_accumulation_without_sync_equals_one_device(strategy: sg.Strategy) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            if sg.get_replica_context() is None:
+                nn.functional.cross_entropy(model(inputs * 3), targets).backward()
+            else:
+                with sg.get_strategy().no_sync():
+                    nn.functional.cross_entropy(model(inputs * 3), targets).backward()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return model, step
+
+    assert_equal_to_one_device(strategy, build)
+
+
+def test_gradient_scaler_equals_one_device(strategy: sg.Strategy) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            return loss
+
+        return model, step
+
+    assert_equal_to_one_device(strategy, build)
+
+
+def test_mixed_precision_stays_close_to_one_device(strategy: sg.Strategy) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return model, step
+
+    assert_equal_to_one_device(strategy, build, tolerance=2e-2)
+
+
+class Branches(nn.Module):
+    """Parameters that are shared, frozen, never used, or used for some examples only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(6, 6)
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.one.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.never = nn.Linear(6, 6)
+        self.sometimes = nn.Linear(6, 3)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.tied(torch.tanh(self.frozen(self.one(inputs))))
+        chosen = inputs[:, 0] > 0.8
+        outputs = self.head(hidden)
+        if chosen.any():
+            outputs = outputs + torch.where(chosen[:, None], self.sometimes(hidden), torch.zeros(()))
+        return outputs
+
+
+def test_shared_frozen_and_unused_parameters_equal_one_device(strategy: sg.Strategy) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        torch.manual_seed(2)
+        model = Branches()
+        return model, plain_step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01))
+
+    assert_equal_to_one_device(strategy, build)
+
+
+def test_parameters_changed_in_place_by_the_step_equal_one_device(strategy: sg.Strategy) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.99)
+            model[0].weight.data.clamp_(-0.3, 0.3)
+            return loss
+
+        return model, step
+
+    assert_equal_to_one_device(strategy, build)
+
+
+def test_update_by_hand_equals_one_device(strategy: sg.Strategy) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        model = make_net()
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            model.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            for parameter in model.parameters():
+                parameter.data -= 0.1 * parameter.grad
+            return loss
+
+        return model, step
+
+    assert_equal_to_one_device(strategy, build)
+
+
+def test_two_dtypes_and_channels_last_equal_one_device(strategy: sg.Strategy) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        torch.manual_seed(4)
+        model = nn.ModuleList([nn.Conv2d(3, 8, 3), nn.Linear(8, 3).double()])
+        model[0].to(memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            hidden = model[0](inputs.to(memory_format=torch.channels_last)).mean(dim=(2, 3))
+            loss = nn.functional.cross_entropy(model[1](hidden.double()), targets)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return model, step
+
+    generator = torch.Generator().manual_seed(0)
+    images = [(torch.randn(size, 3, 6, 6, generator=generator), torch.arange(size) % 3) for size in (6, 5, 8)]
+    assert_equal_to_one_device(strategy, build, images)
+
+
+def test_summed_gradients_of_averaged_losses_equal_one_device(four_cpus: None) -> None:
+    batches = make_batches([8, 8, 6])
+    model = make_net()
+    step = plain_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    expected = [step(*batch).item() for batch in batches]
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"], gradients="sum") as strategy:
+        with strategy.scope():
+            distributed = make_net()
+            optimizer = torch.optim.SGD(distributed.parameters(), lr=0.1)
+
+        def scaled_step(inputs: torch.Tensor, targets: torch.Tensor, global_batch_size: int) -> torch.Tensor:
+            optimizer.zero_grad()
+            losses = nn.functional.cross_entropy(distributed(inputs), targets, reduction="none")
+            loss = sg.compute_average_loss(losses, global_batch_size)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        losses = [
+            strategy.reduce("sum", strategy.run(scaled_step, args=(*batch, len(targets)))).item()
+            for batch, (_, targets) in zip(strategy.distribute(batches), batches, strict=True)
+        ]
+    assert losses == pytest.approx(expected, abs=1e-6)
+
+
+# Between runs
+
+
+def test_controller_changes_reach_the_replicas(strategy: sg.Strategy) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.0), nn.Linear(16, 3))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def changes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        start = copy.deepcopy(model.state_dict())
+        yield
+        model.load_state_dict(start)
+        yield
+        optimizer.param_groups[0]["lr"] = 0.01
+        model[0].bias.requires_grad_(False)
+        yield
+        with torch.no_grad():
+            model[2].weight[0, 0] = 3.0
+            model[2].bias[1] = -1.0
+        yield
+        model[0].bias.requires_grad_(True)
+        model.eval()
+        model[1].p = 0.9
+        yield
+
+    batch = make_batches([8])[0]
+    plain = build()
+    expected = [plain_step(*plain)(*batch).item() for _ in changes(*plain)]
+    with strategy.scope():
+        ours = build()
+    step = plain_step(*ours)
+    losses = []
+    for _ in changes(*ours):
+        (parts,) = strategy.distribute([batch])
+        losses.append(strategy.reduce("mean", strategy.run(step, args=parts)).item())
+    assert losses == pytest.approx(expected, abs=2e-6)
+
+
+def test_weights_written_through_data_reach_the_replicas(strategy: sg.Strategy, request: pytest.FixtureRequest) -> None:
+    if request.node.callspec.params["strategy"] in PRIVATE:
+        pytest.skip("torch does not count writes through .data, and replicas that share no memory cannot see them")
+    with strategy.scope():
+        model = make_net()
+    model[4].bias.data[1] = -1.0
+    seen = strategy.local_results(strategy.run(lambda: model[4].bias[1].item()))  # noqa: PLW0108
+    assert set(seen) == {-1.0}
+
+
+def test_state_dicts_are_whole_and_load_into_plain_torch_and_back(strategy: sg.Strategy) -> None:
+    first, second = make_batches([8, 7, 5]), make_batches([4, 8, 7], seed=9)
+    plain = make_net()
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.02)
+    plain_losses = [plain_step(plain, optimizer)(*batch).item() for batch in first]
+    with strategy.scope():
+        model = make_net()
+        ours = torch.optim.Adam(model.parameters(), lr=0.02)
+    step = plain_step(model, ours)
+    for batch in strategy.distribute(first):
+        strategy.run(step, args=batch)
+    for theirs, mine in zip(optimizer.state_dict()["state"].values(), ours.state_dict()["state"].values(), strict=True):
+        for key in theirs:
+            torch.testing.assert_close(mine[key], theirs[key], atol=1e-6, rtol=1e-5)
+    # On one device from here on, then back.
+    alone = make_net()
+    alone.load_state_dict(model.state_dict())
+    alone_optimizer = torch.optim.Adam(alone.parameters(), lr=0.5)
+    alone_optimizer.load_state_dict(copy.deepcopy(ours.state_dict()))
+    expected = [plain_step(alone, alone_optimizer)(*batch).item() for batch in second]
+    going_on = [strategy.reduce("mean", strategy.run(step, args=batch)).item() for batch in strategy.distribute(second)]
+    assert going_on == pytest.approx(expected, abs=2e-6)
+    model.load_state_dict(plain.state_dict())
+    ours.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again = [strategy.reduce("mean", strategy.run(step, args=batch)).item() for batch in strategy.distribute(second)]
+    assert again == pytest.approx(expected, abs=2e-6)
+    assert len(plain_losses) == 3
+
+
+def test_model_is_an_ordinary_one_between_runs(strategy: sg.Strategy) -> None:
+    with strategy.scope():
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = plain_step(model, optimizer)
+    before = copy.deepcopy(model.state_dict())
+    for batch in strategy.distribute(make_batches([8, 8])):
+        strategy.run(step, args=batch)
+    assert not torch.equal(before["0.weight"], model.state_dict()["0.weight"])
+    with torch.no_grad():
+        assert model(torch.ones(2, 6)).shape == (2, 3)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied[0].weight, model[0].weight)
+
+
+def test_same_seed_gives_the_same_result_to_the_last_bit(strategy: sg.Strategy) -> None:
+    def train() -> tuple[list[float], torch.Tensor]:
+        torch.manual_seed(11)
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.Linear(32, 3))
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        step = plain_step(model, optimizer)
+        losses = [strategy.reduce("mean", strategy.run(step, args=each)).item() for each in strategy.distribute(UNEVEN)]
+        return losses, model[0].weight.detach().clone()
+
+    (first, first_weight), (second, second_weight) = train(), train()
+    assert first == second
+    assert torch.equal(first_weight, second_weight)
+
+
+def test_replicas_draw_different_random_numbers(strategy: sg.Strategy) -> None:
+    torch.manual_seed(7)
+    drawn = [each.item() for each in strategy.local_results(strategy.run(lambda: torch.rand(())))]
+    assert len(set(drawn)) == strategy.num_replicas_in_sync

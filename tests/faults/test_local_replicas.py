@@ -1,0 +1,355 @@
+"""What a user sees when a replica dies, stalls or fails, and what is left: nothing.
+
+The guards of `tests/guards.py` hold after each test: no process, memory, socket or setting remains.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.collectives.exchange import Exchange
+from stratagem.errors import (
+    NonFiniteGradientError,
+    ReplicaDiedError,
+    ReplicaStalledError,
+    StratagemWarning,
+    StrategyError,
+)
+
+pytestmark = pytest.mark.usefixtures("four_cpus")
+
+
+@pytest.fixture
+def strategy() -> Iterator[sg.MirroredStrategy]:
+    with sg.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"], stall_timeout_s=3.0) as made:
+        yield made
+
+
+def build(strategy: sg.Strategy) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(inputs: torch.Tensor, fault: Callable[[int], None] | None = None) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        if fault is not None:
+            fault(sg.get_replica_context().replica_id_in_sync_group)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return model, step
+
+
+def train(strategy: sg.Strategy, step: Callable[..., torch.Tensor], num_steps: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for batch in strategy.distribute([torch.randn(9, 4, generator=generator) for _ in range(num_steps)]):
+        strategy.run(step, args=(batch,))
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def pids(strategy: sg.Strategy) -> list[int]:
+    return list(strategy.local_results(strategy.run(os.getpid)))
+
+
+def is_gone(pid: int, timeout_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_killed_replica_is_named_and_the_others_end(strategy: sg.MirroredStrategy) -> None:
+    model, step = build(strategy)
+    train(strategy, step, 3)
+    before, children = weights(model), pids(strategy)[1:]
+    os.kill(children[0], signal.SIGKILL)
+    with pytest.raises(ReplicaDiedError, match=rf"replica 1 \(pid {children[0]}\) was killed by SIGKILL in run"):
+        train(strategy, step, 1)
+    assert all(map(is_gone, children))
+    assert all(map(torch.equal, weights(model), before))
+    with pytest.raises(StrategyError, match="was closed at"):
+        strategy.run(os.getpid)
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+
+
+def test_replica_killed_inside_the_exchange_changes_nothing(strategy: sg.MirroredStrategy) -> None:
+    model, step = build(strategy)
+    train(strategy, step, 4)
+    before = weights(model)
+
+    def die_in_exchange(replica: int) -> None:
+        if replica != 1:
+            return
+        publish = Exchange.publish
+
+        def half(self: Exchange, vectors: Any) -> None:
+            publish(self, [*vectors[:2], *[None] * len(vectors[2:])])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Exchange.publish = half  # type: ignore[method-assign]
+
+    with pytest.raises(ReplicaDiedError, match=r"replica 1 .* was killed by SIGKILL"):
+        strategy.run(step, args=(torch.ones(3, 4), die_in_exchange))
+    assert all(map(torch.equal, weights(model), before))
+
+
+def test_crashed_replica_is_named_with_its_signal(strategy: sg.MirroredStrategy) -> None:
+    _, step = build(strategy)
+
+    def crash(replica: int) -> None:
+        if replica == 2:
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+    with pytest.raises(ReplicaDiedError, match=r"replica 2 .* was killed by SIGSEGV"):
+        strategy.run(step, args=(torch.ones(3, 4), crash))
+
+
+def test_stopped_replica_is_named_after_the_deadline(strategy: sg.MirroredStrategy) -> None:
+    model, step = build(strategy)
+    train(strategy, step, 2)
+    before, children = weights(model), pids(strategy)[1:]
+    os.kill(children[0], signal.SIGSTOP)
+    with pytest.raises(
+        ReplicaStalledError, match=rf"replica 1 \(pid {children[0]}\), state T has not answered for 3.0 s"
+    ):
+        train(strategy, step, 1)
+    assert all(map(is_gone, children))
+    assert all(map(torch.equal, weights(model), before))
+
+
+def test_replica_that_pauses_and_goes_on_changes_nothing(strategy: sg.MirroredStrategy) -> None:
+    model, step = build(strategy)
+    train(strategy, step, 6)
+    undisturbed = weights(model)
+    strategy.close()
+    with sg.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as other:
+        model, step = build(other)
+        (_, paused, _) = pids(other)
+        os.kill(paused, signal.SIGSTOP)
+        waker = subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {paused}"])
+        train(other, step, 6)
+        assert waker.wait(30) == 0
+        assert all(map(torch.equal, weights(model), undisturbed))
+
+
+def test_exception_in_one_replica_is_shown_once_with_its_own_traceback(strategy: sg.MirroredStrategy) -> None:
+    model, step = build(strategy)
+    train(strategy, step, 2)
+    before = weights(model)
+
+    def fail(replica: int) -> None:
+        if replica == 1:
+            raise ValueError("bad row 812")
+
+    with pytest.raises(ValueError, match=r"^bad row 812") as caught:
+        strategy.run(step, args=(torch.ones(3, 4), fail))
+    (note,) = caught.value.__notes__
+    assert note.startswith("raised in replica 1:\n")
+    assert "in fail\n" in note
+    assert all(map(torch.equal, weights(model), before))
+    train(strategy, step, 2)
+    assert not torch.equal(weights(model)[0], before[0]), "the strategy goes on after a mended mistake"
+
+
+def test_exception_in_every_replica_is_that_of_the_main_program(strategy: sg.MirroredStrategy) -> None:
+    _, step = build(strategy)
+
+    def fail(replica: int) -> None:
+        raise KeyError(f"in {replica}")
+
+    with pytest.raises(KeyError, match="in 0"):
+        strategy.run(step, args=(torch.ones(3, 4), fail))
+    train(strategy, step, 1)
+
+
+def test_exception_that_cannot_travel_is_told_in_words(strategy: sg.MirroredStrategy) -> None:
+    class StubbornError(Exception):
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__(f"{one} and {two}")
+
+    def fail() -> None:
+        if sg.get_replica_context().replica_id_in_sync_group == 2:
+            raise StubbornError(1, 2)
+
+    with pytest.raises(sg.errors.ReplicaError, match=r"replica 2 raised .*StubbornError: 1 and 2"):
+        strategy.run(fail)
+
+
+def test_nonfinite_gradient_skips_the_update_everywhere_and_is_named(strategy: sg.MirroredStrategy) -> None:
+    model, step = build(strategy)
+    train(strategy, step, 2)
+    before = weights(model)
+    poisoned = [torch.ones(3, 4), torch.full((3, 4), float("nan")), torch.ones(3, 4)]
+    batch = sg.PerReplica(poisoned, (3, 3, 3))
+    with pytest.warns(
+        StratagemWarning, match=r"non-finite gradient in replica 1, first in '0.weight', run \d+; update"
+    ):
+        strategy.run(step, args=(batch,))
+    assert all(map(torch.equal, weights(model), before))
+    train(strategy, step, 1)
+    assert all(each.isfinite().all() for each in weights(model))
+
+    def go_on() -> None:
+        for _ in range(11):
+            strategy.run(step, args=(batch,))
+
+    with pytest.warns(StratagemWarning), pytest.raises(NonFiniteGradientError, match="number 10 in a row"):
+        go_on()
+
+
+def test_empty_replica_with_a_nan_loss_counts_for_nothing(strategy: sg.MirroredStrategy) -> None:
+    _, step = build(strategy)
+    (batch,) = strategy.distribute([torch.ones(2, 4)])
+    losses = strategy.run(step, args=(batch,))
+    assert losses.counts == (1, 1, 0)
+    assert losses.values[2].isnan()
+    assert strategy.reduce("mean", losses).isfinite()
+
+
+def test_replica_over_its_memory_limit_says_so_and_lives_on() -> None:
+    sg.config.set_logical_device_configuration(
+        "cpu:0", [sg.config.LogicalDeviceConfiguration(memory_limit=512) for _ in range(4)]
+    )
+    try:
+        with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+
+            def take(num_mib: int) -> int:
+                replica = sg.get_replica_context().replica_id_in_sync_group
+                return torch.ones(replica * num_mib * 2**20, dtype=torch.uint8).numel()
+
+            with pytest.raises(sg.OutOfMemoryError, match=r"/device:CPU:1: asked for 1 GiB.* its limit is 512 MiB"):
+                strategy.run(take, args=(1024,))
+            assert strategy.run(take, args=(8,)).values == (0, 8 * 2**20)
+    finally:
+        sg.config.set_logical_device_configuration("cpu:0", [sg.config.LogicalDeviceConfiguration()] * 4)
+
+
+def test_strategy_cannot_be_used_in_a_forked_process(strategy: sg.MirroredStrategy) -> None:
+    build(strategy)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            strategy.run(os.getpid)
+        except StrategyError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    os.waitpid(pid, 0)
+    assert "which was forked from it" in said
+    assert len(pids(strategy)) == 3
+
+
+# Programs of their own: what happens to the children when the controller goes
+
+_PROGRAM = """
+import os, signal, sys, time
+import torch, stratagem as sg
+
+sg.config.set_logical_device_configuration("cpu:0", [sg.config.LogicalDeviceConfiguration()] * 3)
+strategy = sg.MirroredStrategy()
+with strategy.scope():
+    model = torch.nn.Linear(4, 2)
+print(*strategy.run(os.getpid).values, flush=True)
+{rest}
+"""
+
+
+def start(rest: str, **options: Any) -> tuple[subprocess.Popen[str], list[int]]:
+    program = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM.format(rest=rest)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+    assert program.stdout is not None
+    children = [int(each) for each in program.stdout.readline().split()][1:]
+    assert len(children) == 2, program.communicate(timeout=30)
+    return program, children
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", ["time.sleep(60)", "strategy.run(lambda: time.sleep(60))"])
+def test_children_end_with_a_killed_controller(busy: str) -> None:
+    program, children = start(busy)
+    program.kill()
+    program.communicate(timeout=30)
+    assert all(map(is_gone, children))
+
+
+@pytest.mark.slow
+def test_program_that_does_not_close_its_strategy_ends_cleanly() -> None:
+    program, children = start("print('the end')")
+    assert program.wait(30) == 0
+    with program.stdout as stdout, program.stderr as stderr:  # type: ignore[union-attr]
+        assert (stdout.read().strip(), stderr.read()) == ("the end", "")
+    assert all(map(is_gone, children))
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_cleanly() -> None:
+    program, children = start(
+        "def step():\n    print('in step', flush=True)\n    time.sleep(0.5)\nwhile True: strategy.run(step)",
+        start_new_session=True,
+    )
+    assert program.stdout is not None
+    while "in step" not in program.stdout.readline():
+        pass
+    os.killpg(program.pid, signal.SIGINT)
+    _, stderr = program.communicate(timeout=30)
+    assert program.returncode == -signal.SIGINT
+    assert stderr.count("Traceback") == 1
+    assert "KeyboardInterrupt" in stderr
+    assert all(map(is_gone, children))
+
+
+@pytest.mark.slow
+def test_small_dev_shm_does_not_matter(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root for a mount of its own")
+    program = _PROGRAM.format(rest="print(os.statvfs('/dev/shm').f_blocks * 4096, flush=True)")
+    script = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$0" -c "$1"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, sys.executable, program],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) <= 65536
+
+
+@pytest.mark.slow
+def test_too_few_open_files_is_one_clear_error() -> None:
+    program = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (14, 14))\n" + _PROGRAM.format(rest="")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 1
+    assert "open files" in done.stderr.splitlines()[-1] or "Too many open files" in done.stderr

@@ -1,0 +1,39 @@
+"""A strategy without processes, and helpers that look into distributed batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from stratagem.replicas import values
+from stratagem.replicas.values import Deferred, PerReplica
+
+
+class FakeHost:
+    """Calls in this very process what children would be asked to do."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+        self.calls: list[str] = []
+
+    def call_in_children(self, function: Callable[..., None], *args: Any) -> None:
+        self.calls.append(function.__name__)
+        for _ in range(self.num_replicas - 1):
+            function(*args)
+
+
+def seen_by(replica: int, batch: Any) -> Any:
+    """What one replica gets of a distributed batch."""
+    return values.load_deferred(values.select(batch, replica))
+
+
+def seen_by_all(batch: Any, num_replicas: int) -> list[Any]:
+    return [seen_by(replica, batch) for replica in range(num_replicas)]
+
+
+def leaves_of(batch: Any) -> list[PerReplica]:
+    return pytree.tree_leaves(batch, is_leaf=lambda each: isinstance(each, PerReplica))
+
+
+def deferred_in(batch: Any) -> list[bool]:
+    return [isinstance(each, Deferred) for each in leaves_of(batch)[0].values]

@@ -1,0 +1,257 @@
+"""The small parts: names of distributed objects, what a scope notes, what changes, values of all replicas."""
+
+import collections
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stratagem.errors import StrategyError
+from stratagem.replicas import control, launcher, values
+from stratagem.replicas.registry import Registry
+from stratagem.replicas.tracking import Tracker
+from stratagem.replicas.values import PerReplica
+
+# Registry
+
+
+def test_registry_in_the_controller_does_not_keep_objects_alive() -> None:
+    registry, model = Registry(keeps=False), nn.Linear(1, 1)
+    registry.add(1, model)
+    assert registry.reference(model) == 1
+    assert registry.resolve(1) is model
+    assert model in registry
+    assert registry.live() == {1: model}
+    assert registry.take_dropped() == []
+    del model
+    gc.collect()
+    assert registry.live() == {}
+    assert registry.take_dropped() == [1]
+    assert registry.take_dropped() == []
+
+
+def test_registry_in_a_child_keeps_objects_until_told() -> None:
+    registry = Registry(keeps=True)
+    registry.add(1, nn.Linear(1, 1))
+    gc.collect()
+    model = registry.resolve(1)
+    registry.remove(1)
+    assert model not in registry
+    assert registry.reference(model) is None
+
+
+def test_a_new_object_in_the_place_of_a_dropped_one_is_not_taken_for_it() -> None:
+    registry = Registry(keeps=False)
+    for name in range(50):
+        registry.add(name, nn.Identity())
+        assert registry.reference(nn.Identity()) is None
+    assert registry.take_dropped() == list(range(50))
+
+
+# What a scope notes
+
+
+def test_tracker_notes_what_is_made_inside_only() -> None:
+    before = nn.Module.__init__, nn.Parameter.__new__, torch.optim.Optimizer.__init__
+    tracker = Tracker()
+    nn.Linear(1, 1)
+    with tracker.watch():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert (nn.Module.__init__, nn.Parameter.__new__, torch.optim.Optimizer.__init__) == before
+    made = tracker.take()
+    assert {id(each) for each in made} == {id(each) for each in (model, *model.parameters(), optimizer, scheduler)}
+    assert tracker.take() == []
+
+
+def test_tracker_puts_constructors_back_after_an_error() -> None:
+    before = nn.Module.__init__, nn.Parameter.__new__, torch.amp.GradScaler.__init__
+    with pytest.raises(ValueError, match="x"), Tracker().watch():
+        raise ValueError("x")
+    assert (nn.Module.__init__, nn.Parameter.__new__, torch.amp.GradScaler.__init__) == before
+
+
+def test_tracker_finds_copies_in_what_was_made() -> None:
+    tracker, outside = Tracker(), nn.Sequential(nn.BatchNorm1d(2))
+    with tracker.watch():
+        average = torch.optim.swa_utils.AveragedModel(outside)
+    made = {id(each) for each in tracker.take()}
+    assert {id(each) for each in [*average.modules(), *average.parameters()]} <= made
+    assert not {id(each) for each in outside.modules()} & made
+
+
+def test_tracker_gives_each_object_once() -> None:
+    tracker, model = Tracker(), nn.Linear(1, 1)
+    tracker.note(model)
+    tracker.note(model)
+    assert len(tracker.take()) == 3
+    tracker.note(model)
+    assert tracker.take() == []
+    tracker.note(nn.Linear(1, 1))
+    gc.collect()
+    assert tracker.take() == []
+
+
+# What changes between runs
+
+
+def passed_on(change: Any, objects: list[Any], others: list[Any]) -> None:
+    named = dict(enumerate(objects))
+    before = control.snapshot(named)
+    change(*objects)
+    changes = control.difference(before, control.snapshot(named))
+    control.apply(changes, dict(enumerate(others)).__getitem__)
+
+
+def test_flags_lists_and_options_are_passed_on() -> None:
+    model = nn.Dropout(0.1)
+    model.widths = [1, 2]  # type: ignore[assignment]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1), foreach=False)
+    other, other_optimizer = copy.deepcopy(model), copy.deepcopy(optimizer)
+
+    def change(model: Any, optimizer: Any) -> None:
+        model.eval()
+        model.p = 0.7
+        model.widths.append(3)
+        optimizer.param_groups[0]["lr"].fill_(0.5)
+
+    passed_on(change, [model, optimizer], [other, other_optimizer])
+    assert not other.training
+    assert other.p == 0.7
+    assert other.widths == [1, 2, 3]
+    assert other_optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_replaced_parts_are_passed_on() -> None:
+    def parts() -> list[Any]:
+        first, second = nn.Linear(2, 2), nn.Linear(2, 5)
+        return [nn.Sequential(first), first, second]
+
+    ours, others = parts(), parts()
+    passed_on(lambda model, _, second: model.__setitem__(0, second), ours, others)
+    assert others[0][0] is others[2]
+
+
+def test_nothing_changed_is_nothing_passed_on() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(model.parameters())
+    named = dict(enumerate([model, *model, optimizer, *model.parameters()]))
+    assert control.difference(control.snapshot(named), control.snapshot(named)) == {}
+
+
+# Values of all replicas
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+        self.next_number = 0
+
+
+def test_large_results_are_fetched_only_when_asked_for() -> None:
+    kept, fetched = Kept(), []
+
+    def fetch(rank: int, number: int) -> Any:
+        fetched.append((rank, number))
+        return kept.values[number]
+
+    answers = [
+        values.pack_result({"large": torch.full((50_000,), 2.0), "small": torch.ones(3)}, kept) for _ in range(2)
+    ]
+    joined = values.join_results([{"large": torch.ones(50_000), "small": torch.ones(3)}, *answers], None, fetch)
+    assert repr(joined["large"]).count("...") >= 2
+    assert joined["small"].values[2].tolist() == [1, 1, 1]
+    assert not fetched
+    assert joined["large"][2].sum() == 100_000
+    assert fetched == [(2, 2)]
+    assert len(joined["large"].values) == 3
+    assert fetched == [(2, 2), (1, 1)]
+    assert joined["large"].values[1] is joined["large"][1]
+    assert len(fetched) == 2
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+def test_results_of_any_nesting_are_joined() -> None:
+    result = {"pair": Pair(1, [torch.ones(1), None]), "text": "x", "shape": torch.ones(2, 3).shape}
+    joined = values.join_results([result, values.pack_result(result, Kept())], (1, 2), lambda *_: None)
+    assert isinstance(joined["pair"], Pair)
+    assert joined["pair"].b[1].values == (None, None)
+    assert joined["text"].values == ("x", "x")
+    assert joined["text"].counts == (1, 2)
+    assert joined["shape"][1].values == (3, 3)
+
+
+def test_results_do_not_change_later() -> None:
+    weight, large = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(50_000))
+    kept = Kept()
+    packed = values.pack_result((weight, large), kept)
+    joined = values.join_results([(weight, large), packed], None, lambda _, number: kept.values[number])
+    with torch.no_grad():
+        weight.fill_(1)
+        large.fill_(1)
+    for per_replica in joined:
+        for each in per_replica.values:
+            assert each.sum() == 0
+            assert not each.requires_grad
+
+
+def test_different_structures_are_named() -> None:
+    with pytest.raises(StrategyError, match=r"replica 0 returned \{'loss', 'acc'\}, replica 1 returned \{'loss'\}"):
+        values.join_results([{"loss": 1, "acc": 2}, {"loss": 1}], None, lambda *_: None)
+
+
+def test_reductions() -> None:
+    value = PerReplica([torch.tensor([1.0, 4.0]), torch.tensor([3.0, 0.0])], (3, 1))
+    assert values.reduce("sum", value, weighted=True).tolist() == [4, 4]
+    assert values.reduce("mean", value, weighted=True).tolist() == [1.5, 3]
+    assert values.reduce("mean", value, weighted=False).tolist() == [2, 2]
+    assert values.reduce("max", value, weighted=True).tolist() == [3, 4]
+    assert values.reduce("min", value, weighted=True).tolist() == [1, 0]
+
+
+def test_replicas_without_examples_count_for_nothing() -> None:
+    value = PerReplica([torch.tensor(2.0), torch.tensor(float("nan"))], (4, 0))
+    for op in ("sum", "mean", "max", "min"):
+        assert values.reduce(op, value, weighted=True) == 2
+    assert values.reduce("mean", value, weighted=False) == 2
+
+
+@pytest.mark.parametrize("each", [True, 2, 2.5, 1j, torch.tensor(3, dtype=torch.int32), torch.tensor(0.5).bfloat16()])
+def test_mean_of_every_kind_of_number(each: Any) -> None:
+    mean = values.reduce("mean", PerReplica([each, each]), weighted=True)
+    assert mean == torch.as_tensor(each)
+
+
+def test_what_cannot_be_reduced_is_named() -> None:
+    with pytest.raises(StrategyError, match="no reduction named 'avg'; known: sum, mean, max, min"):
+        values.reduce("avg", PerReplica([1.0]), weighted=True)
+    with pytest.raises(StrategyError, match="str 'ok'; return tensors or numbers"):
+        values.reduce("mean", PerReplica(["ok", "ok"]), weighted=True)
+    with pytest.raises(StrategyError, match=r"replicas returned \(1,\), \(2,\); use gather"):
+        values.reduce("sum", PerReplica([torch.ones(1), torch.ones(2)]), weighted=True)
+    with pytest.raises(StrategyError, match="cannot gather NoneType None"):
+        values.gather(PerReplica([None]), 0)
+
+
+def test_gather_along_axes_and_of_numbers() -> None:
+    value = PerReplica([torch.ones(2, 1), torch.zeros(2, 3)])
+    assert values.gather(value, 1).shape == (2, 4)
+    assert values.gather(value, -1).shape == (2, 4)
+    assert values.gather(PerReplica([1.0, torch.tensor(2.0)]), 0).tolist() == [1, 2]
+
+
+# How a process ended
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(None, "ended"), (9, "was killed by SIGKILL"), (3 << 8, "ended with code 3"), (63, "signal 63")],
+)
+def test_how_a_process_ended_in_words(status: int | None, words: str) -> None:
+    assert words in launcher.describe_status(status)

@@ -1,0 +1,155 @@
+"""Where code is: in which scope, in which replica; and the life of strategies."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.errors import StrategyError
+
+
+@pytest.fixture(scope="module")
+def strategy(four_cpus: None) -> Iterator[sg.MirroredStrategy]:
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"], stall_timeout_s=20.0) as made:
+        with made.scope():
+            pass
+        yield made
+
+
+def test_questions_outside_inside_a_scope_and_in_a_run(strategy: sg.MirroredStrategy) -> None:
+    assert not sg.has_strategy()
+    assert sg.in_cross_replica_context()
+    assert sg.get_replica_context() is None
+    assert sg.get_strategy().num_replicas_in_sync == 1
+    with strategy.scope() as entered:
+        assert entered is strategy
+        assert sg.has_strategy()
+        assert sg.get_strategy() is strategy
+        assert sg.in_cross_replica_context()
+
+    def look() -> tuple[Any, ...]:
+        context = sg.get_replica_context()
+        assert context is not None
+        world = sg.get_strategy().num_replicas_in_sync, sg.get_strategy().world_size, context.num_replicas_in_sync
+        return context.replica_id_in_sync_group, sg.get_strategy().global_rank, sg.has_strategy(), *world
+
+    first, second = strategy.local_results(strategy.run(look))
+    assert first == (0, 0, True, 2, 2, 2)
+    assert second == (1, 1, True, 2, 2, 2)
+    assert strategy.run(sg.in_cross_replica_context).values == (False, False)
+
+
+def test_collectives_of_a_replica(strategy: sg.MirroredStrategy) -> None:
+    def exchange() -> Any:
+        context = sg.get_replica_context()
+        assert context is not None
+        mine = torch.tensor([float(context.replica_id_in_sync_group + 1)])
+        summed = context.all_reduce("sum", {"a": mine, "b": 2.0})
+        gathered = context.all_gather(mine)
+        merged = context.merge_call(lambda _, each: sum(each.values), args=(mine,))
+        return summed["a"], summed["b"], gathered, merged
+
+    for result in strategy.local_results(strategy.run(exchange)):
+        assert [each.tolist() for each in result] == [[3.0], 4.0, [1.0, 2.0], [3.0]]
+
+
+def test_scopes_of_one_strategy_nest_and_can_be_entered_again(strategy: sg.MirroredStrategy) -> None:
+    with strategy.scope():
+        with strategy.scope():
+            inner = nn.Linear(2, 1)
+        outer = nn.Linear(2, 1)
+    with strategy.scope():
+        later = nn.Linear(2, 1)
+    assert not sg.has_strategy()
+    assert len(strategy.run(lambda: inner.bias + outer.bias + later.bias).values) == 2
+
+
+def test_scope_of_another_strategy_inside_is_refused(strategy: sg.MirroredStrategy) -> None:
+    with sg.MirroredStrategy(["cpu:2"]) as other, strategy.scope():
+        with pytest.raises(StrategyError, match="scope of MirroredStrategy entered inside the scope of another"):
+            other.scope().__enter__()
+        assert sg.get_strategy() is strategy
+    assert not sg.has_strategy()
+
+
+def test_scope_left_by_an_error_puts_everything_back(strategy: sg.MirroredStrategy) -> None:
+    before = nn.Module.__init__, nn.Parameter.__new__, torch.optim.Optimizer.__init__
+    with pytest.raises(KeyError), strategy.scope(), strategy.scope():
+        raise KeyError
+    assert (nn.Module.__init__, nn.Parameter.__new__, torch.optim.Optimizer.__init__) == before
+    assert not sg.has_strategy()
+
+
+def test_closed_strategy_is_refused_and_closing_twice_is_not(four_cpus: None) -> None:
+    with sg.MirroredStrategy(["cpu:2", "cpu:3"]) as strategy:
+        with strategy.scope():
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.Adam(model.parameters())
+
+        def step() -> None:
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+
+        strategy.run(step)
+        strategy.close()
+    strategy.close()
+    for use in (
+        lambda: strategy.run(os.getpid),
+        lambda: strategy.scope().__enter__(),
+        lambda: strategy.adopt(nn.Linear(1, 1)),
+    ):
+        with pytest.raises(StrategyError, match=r"MirroredStrategy was closed at .*test_scope.py:\d+; make a new one"):
+            use()
+    # What is left is plain torch.
+    optimizer.zero_grad()
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["step"] == 2
+
+
+def test_strategies_after_one_another(four_cpus: None) -> None:
+    pids = set()
+    for _ in range(2):
+        with sg.MirroredStrategy(["cpu:2", "cpu:3"]) as strategy:
+            pids.add(strategy.run(os.getpid)[1])
+    assert len(pids) == 2
+
+
+def test_two_strategies_take_turns(strategy: sg.MirroredStrategy) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    with sg.MirroredStrategy(["cpu:2", "cpu:3"]) as other:
+        steps = []
+        for each in (strategy, other):
+            torch.manual_seed(3)
+            with each.scope():
+                model = nn.Linear(2, 1)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            steps.append((each, train(model, optimizer), model))
+        losses = [
+            [each.reduce("mean", each.run(step, args=(torch.ones(2, 2),))).item() for each, step, _ in steps]
+            for _ in range(4)
+        ]
+        assert all(first == second for first, second in losses)
+        with pytest.raises(StrategyError, match="created outside"):
+            other.run(lambda model=steps[0][2]: model(torch.ones(2)))
+        assert strategy.run(lambda model=steps[0][2]: model(torch.ones(2))).values[1].shape == (1,)
+
+
+def test_objects_that_the_program_drops_do_not_disturb(strategy: sg.MirroredStrategy) -> None:
+    for number in range(5):
+        with strategy.scope():
+            model = nn.Linear(2, number + 1)
+        assert strategy.run(lambda model=model: model(torch.ones(1, 2))).values[1].shape == (1, number + 1)
