@@ -18,6 +18,18 @@ def pytest_configure() -> None:
     adopt_orphans()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start replica processes are slow; `make check` leaves them out."""
+    folders = ("contracts", "faults", "collectives", "strategies")
+    for item in items:
+        if (
+            "fork_server" in getattr(item, "fixturenames", ())
+            or item.path.parent.name in folders
+            or item.path.stem == "test_children"
+        ):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[None]:
     """Keeps one fork server for all tests: starting one takes seconds, forking from it does not."""
