@@ -16,7 +16,7 @@ from stratagem.strategies import in_child
 
 @pytest.fixture(scope="module")
 def strategy(four_cpus: None) -> Iterator[sg.MirroredStrategy]:
-    with sg.MirroredStrategy(["cpu:0", "cpu:1"], stall_timeout_s=5.0) as made:
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as made:
         with made.scope():
             pass
         yield made
