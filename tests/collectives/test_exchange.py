@@ -28,7 +28,7 @@ class Case:
     counted: tuple[bool, ...] = ALL
     absent: tuple[tuple[int, int], ...] = ()  # replica, segment
     poison: tuple[tuple[int, int, float], ...] = ()  # replica, element, value
-    in_place: bool = False  # vectors are built in the slot
+    window_bytes: int = 1 << 20  # more than the vector has
 
     def vector(self, rank: int) -> torch.Tensor:
         vector = torch.randn(NUM_ELEMENTS, generator=seeded(rank)).to(self.dtype)
@@ -50,15 +50,11 @@ class Case:
 def total(rank: int, size: int, regions: list[Region], case: Case) -> dict[str, Any]:
     control, slots, summed = regions
     signals = meeting_point(control, rank, size)
-    exchange = Exchange(slots, summed, case.dtype, SEGMENTS, NUM_ELEMENTS, signals)
+    exchange = Exchange(slots, summed, case.dtype, SEGMENTS, NUM_ELEMENTS, signals, case.window_bytes)
     vector = case.vector(rank)
-    if case.in_place:
-        vector = exchange.slot().copy_(vector)
     before = vector.clone()
     vectors = case.segments(rank, vector)
-    exchange.publish(vectors)
-    signals.barrier()
-    present, finite = exchange.reduce(vectors, case.counted)
+    present, finite = exchange.add_up(vectors, case.counted)
     signals.barrier()
     results = {
         "sum": exchange.sum.clone(),
@@ -86,7 +82,7 @@ def replicas() -> Iterator[Replicas]:
 
 
 def run(replicas: Replicas, case: Case, size: int = SIZE) -> list[dict[str, Any]]:
-    slot_bytes = Exchange.num_slot_bytes(NUM_ELEMENTS, len(SEGMENTS), case.dtype, size)
+    slot_bytes = Exchange.num_slot_bytes(NUM_ELEMENTS, len(SEGMENTS), case.dtype, size, case.window_bytes)
     regions = shared(Signals.num_bytes(size), slot_bytes, case.dtype.itemsize * NUM_ELEMENTS)
     Signals(regions[0], 0, size).reset()
     return replicas.run(size, total, regions, case)
@@ -151,9 +147,13 @@ def test_two_sums_agree_to_the_last_bit(replicas: Replicas) -> None:
     assert all(same_bits(first[0]["sum"], result["sum"]) for result in (*first, *second))
 
 
-def test_vectors_that_were_built_in_the_slot_need_no_copy(replicas: Replicas) -> None:
-    case = Case(in_place=True)
-    assert_sums(run(replicas, case), case)
+@pytest.mark.parametrize("window_bytes", [4, 400, 8000, 4 * NUM_ELEMENTS - 4])
+def test_sum_is_the_same_in_any_number_of_windows(replicas: Replicas, window_bytes: int) -> None:
+    case = Case(window_bytes=window_bytes, absent=((0, 3), (1, 0)), counted=(True, True, True))
+    whole = run(replicas, replace(case, window_bytes=1 << 20))
+    results = run(replicas, case)
+    assert_sums(results, case)
+    assert all(same_bits(result["sum"], whole[0]["sum"]) for result in results)
 
 
 def test_arguments_are_left_as_they_were(replicas: Replicas) -> None:
@@ -162,8 +162,8 @@ def test_arguments_are_left_as_they_were(replicas: Replicas) -> None:
 
 def test_segments_that_some_or_all_replicas_lack_are_left_out(replicas: Replicas) -> None:
     nobody = tuple((rank, 1) for rank in range(SIZE))
-    for in_place in (False, True):
-        case = Case(absent=((0, 3), (1, 0), (2, 2), (0, 2), *nobody), in_place=in_place)
+    for window_bytes in (1 << 20, 5000):
+        case = Case(absent=((0, 3), (1, 0), (2, 2), (0, 2), *nobody), window_bytes=window_bytes)
         results = run(replicas, case)
         assert_sums(results, case)
         assert [result["present"][1] for result in results] == [False] * SIZE

@@ -27,8 +27,7 @@ PRIVATE = ("mirrored 2 torch", "mirrored 2 to one")
 @pytest.fixture(scope="module", params=list(ROWS))
 def strategy(request: pytest.FixtureRequest, four_cpus: None) -> Iterator[sg.Strategy]:
     with ROWS[request.param]() as made:
-        with made.scope():
-            pass
+        made.run(int)  # its replicas are there before the first test
         yield made
 
 

@@ -103,13 +103,13 @@ def test_replica_killed_inside_the_exchange_changes_nothing(strategy: sg.Mirrore
     def die_in_exchange(replica: int) -> None:
         if replica != 1:
             return
-        publish = Exchange.publish
+        show = Exchange._show
 
-        def half(self: Exchange, vectors: Any) -> None:
-            publish(self, [*vectors[:2], *[None] * len(vectors[2:])])
+        def half(self: Exchange, vectors: Any, pieces: Any, *rest: Any) -> None:
+            show(self, vectors, pieces[:2], *rest)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        Exchange.publish = half  # type: ignore[method-assign]
+        Exchange._show = half  # type: ignore[method-assign]
 
     with pytest.raises(ReplicaDiedError, match=r"replica 1 .* was killed by SIGKILL"):
         strategy.run(step, args=(torch.ones(3, 4), die_in_exchange))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.errors import StrategyError, UnevenDataError
-from stratagem.inputs.splitting import Evenness, emptied, offsets, own_memory, sizes_of_slices, split
+from stratagem.inputs.splitting import Evenness, emptied, offsets, sizes_of_slices, split
 from tests.inputs.hosts import seen_by_all
 
 Pair = namedtuple("Pair", "x y")
@@ -53,12 +53,6 @@ def test_split_gives_an_empty_batch_when_nothing_is_left():
     assert last[0].shape == (0, 4)
     assert last[0].dtype == torch.float64
     assert last[1] == []
-
-
-def test_split_does_not_send_the_memory_of_the_other_slices():
-    _, second = seen_by_all(split_over(2, torch.zeros(100, 10)), 2)
-    assert second.untyped_storage().nbytes() == second.nbytes
-    assert own_memory(np.arange(10)[2:4]).base is None
 
 
 def test_split_names_the_sizes_when_they_differ():

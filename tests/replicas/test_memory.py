@@ -73,3 +73,12 @@ def test_descriptor_ends_with_the_region_and_tensors_live_on() -> None:
         os.fstat(descriptor)
     shared[0] = 2
     assert private[0] == 2
+
+
+def test_many_scattered_pages_are_found() -> None:
+    region, shared, private = make(num_pages=3000)
+    assert shared.sum() == private.sum() == 0
+    wanted = [*range(0, 2000, 2), *range(2500, 2600), 2999]
+    for page in wanted:
+        private[page * PAGE_BYTES + page] = 1
+    assert region.written_pages().tolist() == wanted

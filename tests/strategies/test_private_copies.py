@@ -24,8 +24,7 @@ WAYS = ("torch", "to_one")
 @pytest.fixture(scope="module", params=WAYS)
 def strategy(request: pytest.FixtureRequest, four_cpus: None) -> Iterator[sg.MirroredStrategy]:
     with sg.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"], cross_device_ops=request.param) as made:
-        with made.scope():
-            pass
+        made.run(int)  # its replicas are there before the first test
         yield made
 
 

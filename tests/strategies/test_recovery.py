@@ -107,6 +107,10 @@ def test_dead_fork_server_is_a_clear_error() -> None:
     server = ForkServer()
     server._process.kill()
     server._process.wait()
-    with pytest.raises(ReplicaError, match="the fork server ended with code -9 before it started a replica"):
-        server.fork()
+    number, pipe = server.order()
+    with (
+        pipe,
+        pytest.raises(ReplicaError, match="the fork server ended with code -9 before it started a replica"),
+    ):
+        server.started(number)
     server.stop()

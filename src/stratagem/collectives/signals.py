@@ -17,6 +17,9 @@ import torch
 from stratagem.errors import CollectiveError
 from stratagem.replicas.memory import PAGE_BYTES, Region
 
+# To be woken takes about the time of so many looks.
+NUM_LOOKS = 200
+
 _SEMAPHORE_BYTES = 64
 _NOTE_BYTES = 512
 _NUM_FLAGS = 8
@@ -44,15 +47,24 @@ class Signals:
         size: How many there are.
         attend: Called after each slice of waiting with the seconds waited so far and the ranks
             that are missing; may raise.
+        num_looks: How often to look before sleeping: `NUM_LOOKS` for replicas that nobody shares a core
+            with, once for others.
     """
 
     def __init__(
-        self, region: Region, rank: int, size: int, attend: Callable[[float, list[int]], None] = lambda *_: None
+        self,
+        region: Region,
+        rank: int,
+        size: int,
+        attend: Callable[[float, list[int]], None] = lambda *_: None,
+        *,
+        num_looks: int = 1,
     ) -> None:
         self.rank = rank
         self.size = size
         self.attend = attend
         self._region = region
+        self._num_looks = num_looks
         start = region.shared(torch.uint8, 0, 1).data_ptr()
         self._semaphores = [
             [ctypes.c_void_p(start + (source * size + target) * _SEMAPHORE_BYTES) for target in range(size)]
@@ -125,8 +137,9 @@ class Signals:
 
     def _wait(self, source: int) -> None:
         semaphore = self._semaphores[source][self.rank]
-        if _libc.sem_trywait(semaphore) == 0:
-            return
+        for _ in range(self._num_looks):
+            if _libc.sem_trywait(semaphore) == 0:
+                return
         start = time.monotonic()
         while True:
             deadline = time.monotonic() + _SLICE_S

@@ -151,8 +151,7 @@ def join(batches: Sequence[Any], num_replicas: int, evenness: Evenness, what: st
     counts = (*sizes, *[0] * missing)
     evenness.note(counts, what)
     columns = [
-        [*(own_memory(each) if rank else each for rank, each in enumerate(column)), *[emptied(column[-1])] * missing]
-        for column in zip(*(leaves for leaves, _ in flat), strict=True)
+        [*column, *[emptied(column[-1])] * missing] for column in zip(*(leaves for leaves, _ in flat), strict=True)
     ]
     return assemble([PerReplica(column, counts) for column in columns], flat[0][1])
 
@@ -166,16 +165,7 @@ def emptied(leaf: Any, num_examples: int | None = None) -> Any:
     """
     if not _is_batched(leaf) or num_examples not in (None, len(leaf)):
         return leaf
-    return own_memory(leaf[:0])
-
-
-def own_memory(value: Any) -> Any:
-    """The value without the rest of the memory that it is a view of, which would travel with it."""
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
-    if isinstance(value, np.ndarray) and value.base is not None:
-        return value.copy()
-    return value
+    return leaf[:0]
 
 
 _WHOLE = (str, bytes, torch.Tensor, np.ndarray, np.generic)
@@ -188,8 +178,7 @@ def _is_batched(leaf: Any) -> bool:
 def _cut(leaf: Any, bounds: Sequence[tuple[int, int]]) -> list[Any]:
     if not _is_batched(leaf):
         return [leaf] * len(bounds)
-    first, *others = (leaf[begin:end] for begin, end in bounds)
-    return [first, *map(own_memory, others)]
+    return [leaf[begin:end] for begin, end in bounds]
 
 
 def _listed(numbers: Sequence[int]) -> str:

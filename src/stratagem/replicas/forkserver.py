@@ -7,6 +7,7 @@ the kernel does. Started by `launcher`.
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import select
@@ -23,6 +24,8 @@ _MAX_MESSAGE_BYTES = 1 << 20
 def main(descriptor: int) -> None:
     """Serves one controller over an inherited socket until the controller is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
+    gc.collect()
+    gc.freeze()  # or the collector would write to all that children share with this process, and so copy it
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     os.set_blocking(wake_read, False)
@@ -58,7 +61,7 @@ def _fork(descriptor: int, order: dict[str, object], controller: socket.socket) 
     pid = os.fork()
     if pid:
         os.close(descriptor)
-        controller.sendall(json.dumps({"started": pid}).encode())
+        controller.sendall(json.dumps({"order": order["order"], "started": pid}).encode())
         return pid
     status = 1
     try:

@@ -8,6 +8,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -60,18 +61,31 @@ class ReplicaGroup:
         self.stall_timeout_s = stall_timeout_s
         self._poll = select.poll()
         self._by_descriptor: dict[int, Replica] = {}
+        self._orders: list[tuple[int, socket.socket]] = []
         self.replicas: list[Replica] = []
         self.num_calls = 0
         self.on_failure: Callable[[], None] = lambda: None  # ends the waits of others for the one that failed
         self._server: launcher.ForkServer | None = None
         self._owner = os.getpid()
 
-    def start(self) -> None:
-        """Starts the children; they wait for calls."""
+    def begin(self) -> None:
+        """Asks for the children, without waiting for them."""
         self._server = launcher.acquire()
         try:
+            for _ in range(self._num_children):
+                self._orders.append(self._server.order())
+        except BaseException:
+            self.stop()
+            raise
+
+    def start(self) -> None:
+        """Waits for the children to be there; they wait for calls."""
+        if self._server is None:
+            self.begin()
+        try:
             for number in range(1, self._num_children + 1):
-                pid, sock = self._server.fork()
+                pid = self._server.started(self._orders[0][0])  # type: ignore[union-attr]
+                _, sock = self._orders.pop(0)
                 wire = Wire(sock, self._registry.reference, self._registry.resolve, keeps_classes=True)
                 replica = Replica(number, pid, wire)
                 self.replicas.append(replica)
@@ -170,6 +184,9 @@ class ReplicaGroup:
                 self._server.status_of(replica.pid, _STATUS_WAIT_S)
             replica.wire.close()
         self.replicas.clear()
+        for _, sock in self._orders:
+            sock.close()  # whoever comes to be at its other end leaves at once
+        self._orders.clear()
         self._server = None
         launcher.release()
 

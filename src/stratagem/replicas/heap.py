@@ -27,8 +27,13 @@ def freed_memory_kept() -> Iterator[None]:
         yield
     finally:
         _set(_DEFAULTS)
-        with contextlib.suppress(AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+        give_back()
+
+
+def give_back() -> None:
+    """Returns what is free now to the system, this once."""
+    with contextlib.suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _set(options: tuple[tuple[int, int], ...]) -> None:

@@ -5,6 +5,7 @@ last. What a child does is `child`'s, what the controller says to it `group`'s.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -28,6 +29,8 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._orders = itertools.count(1)
+        self._started: dict[int, int] = {}
         self._statuses: dict[int, int] = {}
         self._users = 0
         command = f"from stratagem.replicas.forkserver import main; main({theirs.fileno()})"
@@ -39,26 +42,27 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
             )
 
-    def fork(self) -> tuple[int, socket.socket]:
-        """A new child: its process id and this end of its pipe."""
+    def order(self) -> tuple[int, socket.socket]:
+        """Asks for a new child, without waiting for it: the number of the order and this end of its pipe."""
+        number = next(self._orders)
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                order = json.dumps({"path": sys.path}).encode()
-                with contextlib.suppress(BrokenPipeError):  # it has ended: the wait below tells how
+                order = json.dumps({"order": number, "path": sys.path}).encode()
+                with contextlib.suppress(BrokenPipeError):  # it has ended: whoever waits for the child is told
                     socket.send_fds(self._socket, [order], [theirs.fileno()])
-            return self._started_pid(), ours
         except BaseException:
             ours.close()
             raise
+        return number, ours
 
-    def _started_pid(self) -> int:
+    def started(self, number: int) -> int:
+        """Waits for the child of an order, and gives its process id."""
         deadline = time.monotonic() + _START_DEADLINE_S
         while time.monotonic() < deadline:
-            message = self._next_message(timeout_s=0.1)
-            if message and "started" in message:
-                return message["started"]
-            if self._process.poll() is not None:
+            if number in self._started:
+                return self._started.pop(number)
+            if not self._next_message(timeout_s=0.1) and self._process.poll() is not None:
                 raise ReplicaError(
                     f"the fork server ended with code {self._process.returncode} before it started a replica; "
                     f"its output above says why"
@@ -90,6 +94,8 @@ class ForkServer:
         message: dict[str, int] = json.loads(data)
         if "ended" in message:
             self._statuses[message["ended"]] = message["status"]
+        else:
+            self._started[message["order"]] = message["started"]
         return message
 
 

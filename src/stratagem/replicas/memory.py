@@ -10,6 +10,7 @@ nothing is left behind however a program ends. It is reserved when it is made, s
 memory is an error then and never a signal later.
 """
 
+import functools
 import mmap
 import os
 from typing import final
@@ -23,7 +24,7 @@ from stratagem.errors import SharedMemoryError
 
 PAGE_BYTES = mmap.PAGESIZE
 
-_PRESENT_OR_SWAPPED = np.uint64(3 << 62)
+_SWAPPED = np.uint64(1 << 62)  # entries from here up are in memory or swapped out
 _FILE_PAGE = np.uint64(1 << 61)
 
 
@@ -78,10 +79,9 @@ class Region:
 
     def written_pages(self) -> np.ndarray:
         """The pages that this process has written through private views, and so has of its own."""
-        num_pages = self.num_bytes // PAGE_BYTES
-        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            entries = np.frombuffer(os.pread(pagemap.fileno(), 8 * num_pages, 8 * self._first_page), dtype=np.uint64)
-        return np.flatnonzero(((entries & _PRESENT_OR_SWAPPED) != 0) & ((entries & _FILE_PAGE) == 0))
+        data = os.pread(_pagemap(os.getpid()), 8 * (self.num_bytes // PAGE_BYTES), 8 * self._first_page)
+        entries = np.frombuffer(data, dtype=np.uint64)
+        return np.flatnonzero((entries >= _SWAPPED) & (entries & _FILE_PAGE == 0))
 
     def publish(self, pages: np.ndarray) -> None:
         """Makes this process' own pages everyone's."""
@@ -97,6 +97,12 @@ class Region:
     def __del__(self) -> None:
         # Tensors in the memory keep it mapped; only its descriptor ends here.
         os.close(self.descriptor)
+
+
+@functools.cache
+def _pagemap(pid: int) -> int:
+    """The pagemap of this process, open for as long as it lives; a fork has its own."""
+    return os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _view(mapping: mmap.mmap, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ Small results travel with the answer; large tensors stay in their replica until 
 """
 
 import functools
+import pickle
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,6 +17,31 @@ from torch.utils import _pytree as pytree
 from stratagem.errors import StrategyError
 
 _INLINE_BYTES = 64 * 1024
+_TINY_BYTES = 1024
+
+
+@final
+class Raw:
+    """A tensor that arrives as a tensor of its own: dtype, shape and bytes.
+
+    Args:
+        tensor: One that `_is_ordinary`.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        tensor = self._tensor
+        content: Any = tensor.view(-1).view(torch.uint8).numpy()
+        data = content.tobytes() if len(content) <= _TINY_BYTES else pickle.PickleBuffer(content)
+        return _from_bytes, (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+
+
+def _from_bytes(dtype: str, shape: tuple[int, ...], data: Any) -> torch.Tensor:
+    if not len(data):
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.frombuffer(bytearray(data) if type(data) is bytes else data, dtype=getattr(torch, dtype)).view(shape)
 
 
 @final
@@ -36,7 +62,7 @@ class Deferred(ABC):
 
 def load_deferred(value: Any) -> Any:
     """A nesting of values with everything loaded that the replica makes itself."""
-    return pytree.tree_map(lambda each: each.load() if isinstance(each, Deferred) else each, value)
+    return _mapped(lambda each: each.load() if isinstance(each, Deferred) else each, value)
 
 
 @final
@@ -90,12 +116,12 @@ def pack_result(result: Any, kept: Any) -> Any:
             return value
         value = _as_it_is_now(value)
         if value.nbytes <= _INLINE_BYTES:
-            return value
+            return Raw(value) if _is_ordinary(value) else value
         kept.next_number += 1
         kept.values[kept.next_number] = value
         return Remote(kept.next_number)
 
-    return pytree.tree_map(pack, result)
+    return _mapped(pack, result)
 
 
 def join_results(
@@ -112,7 +138,7 @@ def join_results(
         fetch: Brings a value that stayed in its replica, by rank and number.
         forget: Told of a value that nobody will ask for any more.
     """
-    own = pytree.tree_map(lambda each: _as_it_is_now(each) if isinstance(each, torch.Tensor) else each, results[0])
+    own = _mapped(lambda each: _as_it_is_now(each) if isinstance(each, torch.Tensor) else each, results[0])
     flat = [pytree.tree_flatten(result) for result in (own, *results[1:])]
     for rank, (_, structure) in enumerate(flat):
         if structure != flat[0][1]:
@@ -132,19 +158,34 @@ def join_results(
     return pytree.tree_unflatten(leaves, flat[0][1])
 
 
-def select(value: Any, replica: int) -> Any:
-    """The part of a nesting of values that one replica gets."""
-    return pytree.tree_map(
-        lambda each: each[replica] if isinstance(each, PerReplica) else each,
-        value,
-        is_leaf=lambda each: isinstance(each, PerReplica),
-    )
+def select(value: Any, replica: int, *, sent: bool = False) -> Any:
+    """The part of a nesting of values that one replica gets.
+
+    Args:
+        value: The nesting.
+        replica: Which replica.
+        sent: Whether its tensors are to be sent there: each is then on its own, without the others' memory.
+    """
+
+    def part(each: Any) -> Any:
+        if not isinstance(each, PerReplica):
+            return each
+        own = each[replica]
+        return Raw(own) if sent and isinstance(own, torch.Tensor) and _is_ordinary(own) else own
+
+    return _mapped(part, value)
 
 
 def counts_of(*values: Any) -> tuple[int, ...] | None:
     """How many examples each replica has in the distributed batch among some values, if there is one."""
-    leaves = pytree.tree_leaves(values, is_leaf=lambda each: isinstance(each, PerReplica))
-    return next((each.counts for each in leaves if isinstance(each, PerReplica) and each.counts), None)
+    found: list[tuple[int, ...]] = []
+
+    def look(each: Any) -> Any:
+        if isinstance(each, PerReplica) and each.counts:
+            found.append(each.counts)
+
+    _mapped(look, values)
+    return found[0] if found else None
 
 
 def reduce(op: str, value: PerReplica, *, weighted: bool) -> Any:
@@ -193,6 +234,35 @@ def _as_it_is_now(value: torch.Tensor) -> torch.Tensor:
     """A result that later runs do not change: parameters and small tensors are copied, fresh large ones are kept."""
     shared = value.is_leaf and (value.requires_grad or value._is_view())
     return value.detach().clone() if shared or value.nbytes <= _INLINE_BYTES else value.detach()
+
+
+def _is_ordinary(value: torch.Tensor) -> bool:
+    """Whether dtype, shape and bytes are all that there is to a tensor."""
+    if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type != "cpu":
+        return False
+    return value.is_contiguous() and not (
+        value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg()
+    )
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """A nesting with a function applied to each leaf; `PerReplica` is one.
+
+    Plain tuples, lists and dicts are most of what there is, and this is done several times in each run.
+    """
+    kind = type(value)
+    if kind is tuple:
+        return tuple([_mapped(function, each) for each in value])
+    if kind is list:
+        return [_mapped(function, each) for each in value]
+    if kind is dict:
+        return {key: _mapped(function, each) for key, each in value.items()}
+    if kind in _LEAVES:
+        return function(value)
+    return pytree.tree_map(function, value)
+
+
+_LEAVES = frozenset({PerReplica, torch.Tensor, Remote, bool, int, float, str, type(None)})
 
 
 def _outline(value: Any) -> str:

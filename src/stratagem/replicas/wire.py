@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from stratagem.replicas.memory import Region
+from stratagem.replicas.values import Raw
 
 _HEAD = struct.Struct("<QIQ")  # length of the pickle, number of buffers, bytes in shared memory
 _LENGTH = struct.Struct("<Q")
@@ -152,6 +153,9 @@ def survives(error: BaseException) -> bool:
     return type(copy).__name__ == type(error).__name__ and str(copy) == str(error)
 
 
+_NEVER_NAMED = frozenset({int, float, bool, str, bytes, type(None), tuple, list, dict})
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not typed
     def __init__(self, file: io.BytesIO, reference: Callable[[Any], Any], buffers: list[memoryview]) -> None:
         self.regions: list[Region] = []
@@ -166,12 +170,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
             storage.cut(self._buffers)
 
     def persistent_id(self, obj: Any) -> Any:
+        if type(obj) in _NEVER_NAMED:
+            return None
         if isinstance(obj, Region):
             self.regions.append(obj)
             return Region, len(self.regions) - 1, obj.num_bytes
         return self._reference(obj)
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Raw:
+            return NotImplemented  # it says itself what to do
         if isinstance(obj, torch.Tensor):
             return self._reduce_tensor(obj)
         if isinstance(obj, torch.optim.Optimizer):
@@ -330,16 +338,20 @@ class _Outgoing:
             return
         self.descriptor = os.memfd_create("stratagem-message", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(self.descriptor, 0, self.num_bytes)
-            with mmap.mmap(self.descriptor, self.num_bytes) as region:
-                target, offset = np.frombuffer(region, dtype=np.uint8), 0
-                for buffer in buffers:
-                    target[offset : offset + len(buffer)] = np.frombuffer(buffer, dtype=np.uint8)
-                    offset += _padded(len(buffer))
-                del target
+            os.ftruncate(self.descriptor, self.num_bytes)
+            offset = 0
+            for buffer in buffers:
+                self._write(buffer, offset)
+                offset += _padded(len(buffer))
         except BaseException:
             self.close()
             raise
+
+    def _write(self, buffer: memoryview, offset: int) -> None:
+        # Written, not mapped: a lack of memory is an error, and no page is cleared first.
+        while buffer:
+            written = os.pwrite(self.descriptor, buffer, offset)
+            buffer, offset = buffer[written:], offset + written
 
     def close(self) -> None:
         if self.descriptor >= 0:

@@ -102,8 +102,14 @@ class Copies(ABC):
         """Makes parameters that the program changed in place, the same in every replica, everyone's."""
 
     @abstractmethod
-    def average_buffers(self, share: float) -> None:
-        """Brings buffers to one state: floats to the mean weighted by each `share`, others to replica 0's."""
+    def settle(self, share: float) -> bool:
+        """At the end of a run: publishes what was written, and brings buffers to one state.
+
+        Args:
+            share: This replica's weight in the mean of floating-point buffers; others become replica 0's.
+        Returns:
+            Whether this replica has still to publish what it wrote, in a meeting of all.
+        """
 
     @abstractmethod
     def close(self) -> None:

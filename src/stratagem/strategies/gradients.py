@@ -83,17 +83,14 @@ class GradientSync:
         """Publishes, sums and gives out; every replica must come here."""
         signals, counted = self._runtime.signals, self._runtime.counted
         locals_ = [store.flat_local() for store in self.stores]
-        for store, vectors in zip(self.stores, locals_, strict=True):
-            store.exchange.forget()
-            store.exchange.publish(vectors if counted[signals.rank] else [None] * len(vectors))
-        signals.barrier()
         finite, present = True, []
         for store, vectors in zip(self.stores, locals_, strict=True):
-            there, chunk_is_finite = store.exchange.reduce(vectors, counted)
+            store.exchange.forget()
+            there, own_part_is_finite = store.exchange.add_up(vectors, counted)
             if self._runtime.settings.unused == "error":
                 self._refuse_unused(store, counted)
             present.append(there)
-            finite &= chunk_is_finite
+            finite &= own_part_is_finite
         signals.put_flag(FINITE_FLAG, int(finite))
         signals.barrier()
         self.finite = all(signals.flags(FINITE_FLAG))

@@ -79,8 +79,12 @@ def run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     unwanted: Sequence[int],
-) -> Any:
-    """Runs the user's function as this child's replica; drops results that nobody asked for."""
+) -> tuple[bool, Any]:
+    """Runs the user's function as this child's replica; drops results that nobody asked for.
+
+    Returns:
+        Whether parameters are still to be published, and the result.
+    """
     for number in unwanted:
         _results.values.pop(number, None)
     runtime = _joined[key]
@@ -95,7 +99,13 @@ def run(
     control.apply(call.changes, this_child().registry.resolve)  # type: ignore[union-attr]
     if call.seed is not None:
         seed_everything(call.seed + 1_000_003 * runtime.rank)
-    return values.pack_result(runtime.execute(call, function, args, kwargs), _results)
+    result = values.pack_result(runtime.execute(call, function, args, kwargs), _results)
+    return runtime.unsettled, result
+
+
+def publish_written(key: int) -> None:
+    """Takes part in the meeting in which all make known what they wrote to after the last update."""
+    _joined[key].publish_written()
 
 
 def fetch(number: int) -> Any:

@@ -11,7 +11,7 @@ import itertools
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -27,6 +27,7 @@ from stratagem.replicas.functions import FunctionCache
 from stratagem.replicas.group import Failure, Replica, ReplicaGroup, raise_first
 from stratagem.replicas.heap import freed_memory_kept
 from stratagem.replicas.memory import Region
+from stratagem.replicas.seat import seated
 from stratagem.strategies import in_child
 from stratagem.strategies.distribution import Distribution
 from stratagem.strategies.replica_side import StrategyInReplica
@@ -65,11 +66,12 @@ class LocalReplicas:
         self._num_runs = 0
         self._num_nonfinite = 0
         self._unwanted: list[tuple[int, int]] = []
+        self._join: tuple[Region, Region] | None = None  # what children are given, until they have it
         self.closed_at: str | None = None
         self.runtime: Runtime | None = None
 
-    def start(self) -> Runtime:
-        """Starts the children, the first time."""
+    def begin(self) -> Runtime:
+        """Takes what the replicas need and lets the fork server start, the first time; waits for nothing."""
         self.require_usable()
         if self.runtime is not None:
             return self.runtime
@@ -83,8 +85,19 @@ class LocalReplicas:
         self.runtime.signals.reset()
         self.runtime.signals.attend = self._attend
         self.distribution.registry.add(0, self._owner)
+        self._join = meeting, scratch
         _open.add(self)
         if size > 1:
+            self._group.begin()
+        return self.runtime
+
+    def start(self) -> Runtime:
+        """Starts the children, the first time: until then the program has built its model while torch loaded."""
+        own = self.begin()
+        if self._join is None:
+            return own
+        (meeting, scratch), self._join = self._join, None
+        if len(self._devices) > 1:
             try:
                 self._group.start()
                 self._group.call(
@@ -108,8 +121,8 @@ class LocalReplicas:
             except BaseException:
                 self.end()
                 raise
-        self._connect(self.runtime)
-        return self.runtime
+        self._connect(own)
+        return own
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function in every replica and joins what they return."""
@@ -124,6 +137,11 @@ class LocalReplicas:
         self._group.on_failure = own.signals.abort
         try:
             error, result = self._run_here(own, call, function, args, kwargs)
+            if error is None:
+                # While the others finish: the state is the same in all, and after a failure it is forgotten.
+                self.distribution.note_state()
+                own.copies.note_state()
+                self._random_state = torch.get_rng_state()
             answers = self._collect()
         finally:
             self._group.on_failure = _nothing
@@ -134,11 +152,24 @@ class LocalReplicas:
             self._disconnect(own)
             self.distribution.forget_state(own)
             raise_first(error, failures)
-        self.distribution.note_state()
-        own.copies.note_state()
-        self._random_state = torch.get_rng_state()
+        if own.unsettled or any(unsettled for unsettled, _ in answers):
+            self._publish_written(own)
         self._judge_gradients(own)
-        return values.join_results([result, *answers], counts, self._fetch, self._forget)
+        results = [result, *(answer for _, answer in answers)]
+        return values.join_results(results, counts, self._fetch, self._forget)
+
+    def _publish_written(self, own: Runtime) -> None:
+        """Lets all replicas make known what they wrote to after their last update."""
+        try:
+            self._group.call_all(in_child.publish_written, self.key)
+            own.publish_written()
+            self._group.collect()
+        except _Fatal as fatal:
+            self.end()
+            raise fatal.error from None
+        except BaseException:
+            self.end()
+            raise
 
     def _send(self, call: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Sends every child its part of a run; what cannot be sent is an error before anything runs."""
@@ -149,7 +180,13 @@ class LocalReplicas:
                 in_child.run,
                 [
                     (
-                        *(self.key, call, prepared, values.select(args, rank), values.select(kwargs, rank)),
+                        *(
+                            self.key,
+                            call,
+                            prepared,
+                            values.select(args, rank, sent=True),
+                            values.select(kwargs, rank, sent=True),
+                        ),
                         [number for owner, number in unwanted if owner == rank],
                     )
                     for rank in range(1, len(self._devices))
@@ -247,7 +284,7 @@ class LocalReplicas:
         self, own: Runtime, call: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[BaseException | None, Any]:
         try:
-            with self._seat():
+            with seated(self._devices[0]) if len(self._devices) > 1 else contextlib.nullcontext():
                 return None, own.execute(call, function, values.select(args, 0), values.select(kwargs, 0))
         except PeerAborted:
             return None, None
@@ -274,22 +311,6 @@ class LocalReplicas:
             raise
         except Exception as error:
             raise _Fatal(error) from error
-
-    @contextlib.contextmanager
-    def _seat(self) -> Iterator[None]:
-        """Computes on the cores and threads of replica 0's device for the time of a run."""
-        device = self._devices[0]
-        if len(self._devices) == 1 or not device.cores:
-            yield
-            return
-        cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
-        os.sched_setaffinity(0, device.cores)
-        torch.set_num_threads(device.num_threads or 1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(num_threads)
-            os.sched_setaffinity(0, cores)
 
     def _new_seed(self) -> int | None:
         """A seed for the other replicas whenever the program has drawn or seeded random numbers."""

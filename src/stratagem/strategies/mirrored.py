@@ -67,7 +67,7 @@ class MirroredStrategy(Strategy):
     def scope(self) -> Iterator["MirroredStrategy"]:
         """What is made inside is distributed; the first time, the replicas are started."""
         with self._in_scope():
-            self._replicas.start()
+            self._replicas.begin()
             with self._replicas.distribution.tracker.watch():
                 yield self
 

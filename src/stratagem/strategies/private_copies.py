@@ -155,7 +155,9 @@ class PrivateCopies(Copies):
         """What the program does in every replica alike is everyone's already."""
 
     @torch.no_grad()
-    def average_buffers(self, share: float) -> None:
+    def settle(self, share: float) -> bool:
+        if not self._buffers:
+            return False
         buffers, collective = dict(self._live_buffers()), self._runtime.collective
         own = [name in buffers and not torch.equal(buffers[name], self._before[name]) for name in self._buffers]
         rows = self._runtime.control.all_gather(torch.tensor(own, dtype=torch.uint8))
@@ -176,6 +178,7 @@ class PrivateCopies(Copies):
         for name in changed:
             if name in buffers:
                 self._before[name].copy_(buffers[name])
+        return False
 
     def close(self) -> None:
         self._gradients.close()

@@ -18,10 +18,12 @@ from torch.utils import _pytree as pytree
 
 from stratagem.collectives.contract import Collective
 from stratagem.collectives.shared_memory import SharedMemory
-from stratagem.collectives.signals import PeerAborted, Signals
+from stratagem.collectives.signals import NUM_LOOKS, PeerAborted, Signals
 from stratagem.collectives.to_one import ToOne
+from stratagem.devices.device import LogicalDevice
 from stratagem.errors import StrategyError
 from stratagem.replicas import control, values
+from stratagem.replicas.heap import give_back
 from stratagem.replicas.memory import Region
 from stratagem.strategies import context, gradients
 from stratagem.strategies.context import ReplicaContext
@@ -30,6 +32,9 @@ from stratagem.strategies.private_copies import PrivateCopies
 from stratagem.strategies.shared_copies import SharedCopies
 from stratagem.strategies.updates import SplitUpdate
 
+# After so many runs with new objects optimizers have made their state; until then freed memory is given back, so
+# that only what a step really needs is kept from then on (`replicas.heap`).
+_NUM_EARLY_RUNS = 2
 _OPTIONS = {
     "gradients": ("mean", "sum"),
     "unused": ("zero", "error"),
@@ -90,7 +95,8 @@ class Runtime:
         self.strategy = strategy
         self.settings = settings
         self.device: torch.device = strategy.devices[rank].torch_device
-        self.signals = Signals(meeting, rank, settings.size)
+        alone = _have_cores_of_their_own(strategy.devices)
+        self.signals = Signals(meeting, rank, settings.size, num_looks=NUM_LOOKS if alone else 1)
         self.control = SharedMemory(scratch, self.signals)
         self.collective: Collective = self.control
         self.copies: Copies
@@ -102,12 +108,14 @@ class Runtime:
             self.collective = ToOne(self.control)
             self.copies = PrivateCopies(self, by_torch=False)
         self._given: list[weakref.ref[Any]] = []
+        self._num_early_runs = 0
         self.updates: dict[int, SplitUpdate] = {}
         self._run: Run | None = None
         self._depth = 0
         self._syncing = True
         self._skipped: list[tuple[int, str]] = []
         self.updated = False
+        self.unsettled = False
         gradients.install()
         context.open_runtimes.append(self)
 
@@ -121,6 +129,7 @@ class Runtime:
 
     def add_objects(self, objects: dict[int, Any]) -> None:
         """Takes modules, optimizers and the like that have just been distributed."""
+        self._num_early_runs = _NUM_EARLY_RUNS
         for name, obj in objects.items():
             self._given.append(weakref.ref(obj))
             if isinstance(obj, torch.optim.Optimizer):
@@ -202,6 +211,9 @@ class Runtime:
         finally:
             context.current_runs.pop()
             context.state.replicas.pop()
+        if self._num_early_runs:
+            self._num_early_runs -= 1
+            give_back()
         return result
 
     @contextlib.contextmanager
@@ -270,9 +282,12 @@ class Runtime:
 
     def _finish(self) -> None:
         """Brings everything that a run may have changed to one state in all replicas."""
-        if self.settings.size > 1:
-            self.copies.publish_written()
-            self.copies.average_buffers(self._share)
+        self.unsettled = self.settings.size > 1 and self.copies.settle(self._share)
+
+
+def _have_cores_of_their_own(devices: Sequence[LogicalDevice]) -> bool:
+    cores = [core for device in devices for core in device.cores]
+    return all(device.cores for device in devices) and len(set(cores)) == len(cores)
 
 
 def _follow(optimizer: torch.optim.Optimizer) -> None:

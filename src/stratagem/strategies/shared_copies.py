@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, final
 
+import numpy as np
 import torch
 
 from stratagem.collectives.exchange import Exchange
@@ -122,7 +123,22 @@ class SharedCopies(Copies):
     def publish_written(self) -> None:
         """Also the point where all replicas have come: nobody reads parameters that others now update."""
         written = [store.region.written_pages() for store in self._parameters]
-        flags = self._signals.exchange_flag(WRITTEN_FLAG, int(any(len(pages) for pages in written)))
+        self._publish(written, self._signals.exchange_flag(WRITTEN_FLAG, _any(written)))
+
+    def settle(self, share: float) -> bool:
+        written = [store.region.written_pages() for store in self._parameters]
+        if not self._buffers:
+            # Seldom is anything written after the last update: no reason for all to wait for each other.
+            return bool(_any(written))
+        buffers = [store.region.written_pages() for store in self._buffers]
+        self._signals.put_flag(BUFFERS_FLAG, _any(buffers))
+        self._publish(written, self._signals.exchange_flag(WRITTEN_FLAG, _any(written)))
+        if any(self._signals.flags(BUFFERS_FLAG)):
+            self._average_buffers(buffers, share)
+        return False
+
+    def _publish(self, written: Sequence[np.ndarray], flags: Sequence[int]) -> None:
+        """Makes the pages of the first replica that wrote to parameters everyone's."""
         if any(flags):
             first = flags.index(1)
             for store, pages in zip(self._parameters, written, strict=True):
@@ -132,10 +148,7 @@ class SharedCopies(Copies):
                 store.region.drop(pages)
             self._signals.barrier()
 
-    def average_buffers(self, share: float) -> None:
-        written = [store.region.written_pages() for store in self._buffers]
-        if not any(self._signals.exchange_flag(BUFFERS_FLAG, int(any(len(pages) for pages in written)))):
-            return
+    def _average_buffers(self, written: Sequence[np.ndarray], share: float) -> None:
         collective = self._runtime.collective
         for store, pages in zip(self._buffers, written, strict=True):
             if store.private.is_floating_point():
@@ -154,6 +167,10 @@ class SharedCopies(Copies):
 
     def close(self) -> None:
         """Tensors that are still used keep their memory."""
+
+
+def _any(written: Sequence[np.ndarray]) -> int:
+    return int(any(len(pages) for pages in written))
 
 
 def _is_gone(store: Store, names: set[int]) -> bool:

@@ -20,6 +20,10 @@ from stratagem.replicas.variables import Placement, Store
 if TYPE_CHECKING:
     from stratagem.strategies.runtime import Runtime
 
+# Elements that are updated at a time: the passes of an optimizer over them, and what it allocates, stay in the
+# cache. For Adam with large layers that is more than twice as fast.
+_BLOCK = 256 * 1024
+
 ELEMENTWISE = frozenset(
     {
         torch.optim.SGD,
@@ -121,8 +125,9 @@ class SplitUpdate:
                 number = next(numbers)
                 store, placement = self._find(parameter)
                 start, end = chunk_of(rank, size, store.num_elements)
-                first, last = _overlap(placement, start, end)
-                if first < last:
+                begin, stop = _overlap(placement, start, end)
+                for first in range(begin, stop, _BLOCK):
+                    last = min(first + _BLOCK, stop)
                     part = store.shared[placement.offset + first : placement.offset + last]
                     self._parts.append((number, part, first, last))
                     parts.append(part)

@@ -1,0 +1,54 @@
+"""Lets the main program compute on the cores and threads of one device for the time of a run.
+
+OpenMP's idle threads keep looking for work for milliseconds before they sleep, on cores that the
+other replicas compute on by then, and they stay on the cores on which they were born. So they are
+dismissed when the main program takes its seat and when it leaves; the next loop makes new ones.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from stratagem.devices.device import LogicalDevice
+
+_PAUSE_SOFT = 1  # of OpenMP 5: threads end, settings stay
+
+
+@contextlib.contextmanager
+def seated(device: LogicalDevice) -> Iterator[None]:
+    """Computes on the cores of a device, with its number of threads."""
+    if not device.cores:
+        yield
+        return
+    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+    _dismiss_threads()
+    os.sched_setaffinity(0, device.cores)
+    torch.set_num_threads(device.num_threads or 1)
+    try:
+        yield
+    finally:
+        _dismiss_threads()
+        torch.set_num_threads(num_threads)
+        os.sched_setaffinity(0, cores)
+
+
+def _dismiss_threads() -> None:
+    if pause := _openmp_pause():
+        pause(_PAUSE_SOFT)
+
+
+@functools.cache
+def _openmp_pause() -> Callable[[int], int] | None:
+    """The function of the OpenMP library that torch uses; it is not among the program's own symbols."""
+    maps = Path("/proc/self/maps")
+    libraries = re.findall(r"/\S*/lib[gi]?omp\S*\.so\S*", maps.read_text()) if maps.exists() else []
+    for library in dict.fromkeys(libraries):
+        with contextlib.suppress(OSError, AttributeError):  # libraries before OpenMP 5 have none
+            return ctypes.CDLL(library).omp_pause_resource_all
+    return None
