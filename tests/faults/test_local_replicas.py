@@ -19,12 +19,16 @@ from torch import nn
 import stratagem as sg
 from stratagem.collectives.exchange import Exchange
 from stratagem.errors import (
+    CollectiveError,
     NonFiniteGradientError,
     ReplicaDiedError,
     ReplicaStalledError,
     StratagemWarning,
     StrategyError,
 )
+from stratagem.replicas.group import ReplicaGroup
+from stratagem.replicas.registry import Registry
+from tests.fakes import fake_host
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
 
@@ -354,3 +358,51 @@ def test_too_few_open_files_is_one_clear_error() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 1
     assert "open files" in done.stderr.splitlines()[-1] or "Too many open files" in done.stderr
+
+
+def test_slow_replica_is_named_once_a_minute(strategy: sg.MirroredStrategy) -> None:
+    _, step = build(strategy)
+
+    def sleep(replica: int) -> None:
+        if replica == 1:
+            time.sleep(0.05)
+
+    train(strategy, step, 2)
+    with pytest.warns(StratagemWarning, match=r"replica 1 is the slowest: it computes \d+\.\d times") as caught:  # noqa: PT031
+        for _ in range(12):
+            strategy.run(step, args=(torch.ones(3, 4), sleep))
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def test_replicas_with_different_numbers_of_passes_are_told_so(strategy: sg.MirroredStrategy) -> None:
+    model, step = build(strategy)
+
+    def uneven() -> None:
+        for _ in range(2 if sg.get_replica_context().replica_id_in_sync_group == 1 else 1):
+            model(torch.ones(3, 4)).sum().backward()
+
+    with pytest.raises(CollectiveError, match=r"replica \d has finished this run while replica 1 still waits for it"):
+        strategy.run(uneven)
+    train(strategy, step, 1)
+
+
+def test_replica_that_the_kernel_killed_for_memory_is_told_so(tmp_path: Path, fork_server: None) -> None:
+    files = {
+        "proc/self/cgroup": "0::/box",
+        "sys/fs/cgroup/box/memory.max": str(300 * 2**20),
+        "sys/fs/cgroup/box/memory.current": "0",
+        "sys/fs/cgroup/box/memory.events": "oom_kill 0\n",
+    }
+    group = ReplicaGroup(1, registry=Registry(), host=fake_host(tmp_path, files))
+    group.start()
+    try:
+        group.call_all(time.sleep, 60)
+        (tmp_path / "sys/fs/cgroup/box/memory.events").write_text("oom_kill 1\n")
+        os.kill(group.replicas[0].pid, signal.SIGKILL)
+        with pytest.raises(
+            ReplicaDiedError, match=r"probably out of memory: cgroup oom_kill rose from 0 to 1, limit 300"
+        ):
+            group.collect()
+    finally:
+        group.stop()

@@ -261,3 +261,13 @@ def test_a_module_of_the_users_travels_by_value(
     assert not travels_by_value(nn.Linear)
     assert not travels_by_value(collections.OrderedDict)
     del sys.modules["users_wire_module"]
+
+
+def test_modules_of_a_kind_of_their_own_travel_by_name(ends: tuple[Wire, Wire]) -> None:
+    def capability() -> str:
+        return torch.backends.cpu.get_cpu_capability()
+
+    ends[0].send((torch.backends.cpu, capability))
+    module, function = ends[1].receive()
+    assert module is torch.backends.cpu
+    assert function() == capability()

@@ -23,6 +23,7 @@ NUM_LOOKS = 200
 _SEMAPHORE_BYTES = 64
 _NOTE_BYTES = 512
 _NUM_FLAGS = 8
+_LEFT_FLAG = _NUM_FLAGS - 1
 _SLICE_S = 0.1
 _CLOCK_MONOTONIC = 1
 
@@ -65,6 +66,8 @@ class Signals:
         self.attend = attend
         self._region = region
         self._num_looks = num_looks
+        self._visit = 0
+        self.waited_s = 0.0
         start = region.shared(torch.uint8, 0, 1).data_ptr()
         self._semaphores = [
             [ctypes.c_void_p(start + (source * size + target) * _SEMAPHORE_BYTES) for target in range(size)]
@@ -99,6 +102,14 @@ class Signals:
     @property
     def aborted(self) -> bool:
         return bool(self._aborted_view[0])
+
+    def enter(self, visit: int) -> None:
+        """Begins a time in which all meet equally often; numbered alike everywhere."""
+        self._visit = visit
+
+    def leave(self) -> None:
+        """Ends it: whoever still waits for this replica now waits in vain."""
+        self._flags[self.rank, _LEFT_FLAG] = self._visit
 
     def barrier(self) -> None:
         """Returns when every replica has called it. What they wrote before, all can read after."""
@@ -141,7 +152,14 @@ class Signals:
             if _libc.sem_trywait(semaphore) == 0:
                 return
         start = time.monotonic()
+        try:
+            self._sleep(source, semaphore, start)
+        finally:
+            self.waited_s += time.monotonic() - start
+
+    def _sleep(self, source: int, semaphore: ctypes.c_void_p, start: float) -> None:
         while True:
+            has_left = self._visit and self._flags[source, _LEFT_FLAG] == self._visit
             deadline = time.monotonic() + _SLICE_S
             until = _Timespec(int(deadline), int(deadline % 1 * 1e9))
             if _libc.sem_clockwait(semaphore, _CLOCK_MONOTONIC, ctypes.byref(until)) == 0:
@@ -151,4 +169,9 @@ class Signals:
                 raise CollectiveError(f"waiting for replica {source} failed: {errno.errorcode.get(code, code)}")
             if self._aborted_view[0]:
                 raise PeerAborted("another replica has failed")
+            if has_left:
+                raise CollectiveError(
+                    f"replica {source} has finished this run while replica {self.rank} still waits for it; call "
+                    f"backward(), step() and collectives equally often in every replica"
+                )
             self.attend(time.monotonic() - start, [source])

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_SEQUENCES = frozenset({list, tuple})
 _HELD = ("_modules", "_parameters", "_buffers")
 
 Snapshot = dict[int, Any]
@@ -41,13 +42,17 @@ def _values(obj: Any, names: dict[int, int]) -> Any:
         return obj.state_dict()
     if not hasattr(obj, "__dict__"):
         return None
-    plain = {key: _own(value) for key, value in obj.__dict__.items() if _is_plain(value)}
+    members = obj.__dict__
+    plain = {key: value for key, value in members.items() if type(value) in _PLAIN}
+    for key, value in members.items():
+        if type(value) in _SEQUENCES and all(type(each) in _PLAIN for each in value):
+            plain[key] = _own(value)
     if not isinstance(obj, torch.nn.Module):
         return plain, {}
     held = {
-        kind: {key: names.get(id(part)) for key, part in obj.__dict__[kind].items() if part is not None}
+        kind: {key: names.get(id(part)) for key, part in parts.items() if part is not None}
         for kind in _HELD
-        if obj.__dict__[kind]
+        if (parts := members[kind])
     }
     return plain, held
 
@@ -74,9 +79,3 @@ def _own(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return list(value) if type(value) is list else value
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(type(each) in _PLAIN for each in value)
-    return type(value) in _PLAIN

@@ -25,7 +25,7 @@ from stratagem.replicas.wire import travels_by_value
 _tokens = itertools.count(1)
 _MAX_NODES = 1000
 _MAX_CACHED = 16
-_MAX_AGE = 60  # children keep the last 64 functions that they were sent
+NUM_KEPT_FUNCTIONS = 64  # how many of the last functions that they were sent children keep
 _VALUES = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, type(...))
 _NOT_STATE = frozenset(
     {
@@ -53,7 +53,7 @@ class FunctionCache:
         """What to send: a token and the function, or the token alone if the children have it."""
         fingerprint = self._fingerprint(function) if isinstance(function, types.FunctionType) else None
         known = self._known.get(id(function))
-        if known is not None and known[2] <= self._newest - _MAX_AGE:
+        if known is not None and known[2] <= self._newest - NUM_KEPT_FUNCTIONS:
             known = None
         if fingerprint is not None and known is not None and known[0]() is function and known[1] == fingerprint:
             return known[2], None

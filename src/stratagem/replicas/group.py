@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from stratagem.devices.device import mib
+from stratagem.devices.host import Host
 from stratagem.errors import ReplicaDiedError, ReplicaError, ReplicaStalledError, StratagemError, StrategyError
 from stratagem.replicas import launcher
 from stratagem.replicas.child import CALL, DONE, FAILED, PRINTED, STOP
@@ -53,14 +55,19 @@ class ReplicaGroup:
         num_children: How many.
         registry: The names of the distributed objects that calls may mention.
         stall_timeout_s: How long others may wait for a replica before it counts as stalled.
+        host: The machine.
     """
 
-    def __init__(self, num_children: int, *, registry: Registry, stall_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, num_children: int, *, registry: Registry, stall_timeout_s: float = 60.0, host: Host | None = None
+    ) -> None:
         self._num_children = num_children
         self._registry = registry
         self.stall_timeout_s = stall_timeout_s
         self._poll = select.poll()
         self._by_descriptor: dict[int, Replica] = {}
+        self._host = host or Host()
+        self._num_oom_kills = 0
         self._orders: list[tuple[int, socket.socket]] = []
         self.replicas: list[Replica] = []
         self.num_calls = 0
@@ -70,6 +77,7 @@ class ReplicaGroup:
 
     def begin(self) -> None:
         """Asks for the children, without waiting for them."""
+        self._num_oom_kills = self._host.num_oom_kills()
         self._server = launcher.acquire()
         try:
             for _ in range(self._num_children):
@@ -111,7 +119,8 @@ class ReplicaGroup:
         self.num_calls += 1
         # All are packed before any is sent: what cannot be sent is an error before anything runs.
         packed = [self._pack((CALL, function, own), reference or self._registry.reference) for own in arguments]
-        for replica, message in zip(self.replicas, packed, strict=True):
+        # The last first: one that shares this process' core comes after those that can begin beside it.
+        for replica, message in reversed(list(zip(self.replicas, packed, strict=True))):
             self._send_packed(replica, message)
 
     def call_all(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -233,7 +242,18 @@ class ReplicaGroup:
     def _report_death(self, replica: Replica) -> None:
         status = self._server.status_of(replica.pid, _STATUS_WAIT_S) if self._server else None
         how = launcher.describe_status(status)
-        raise ReplicaDiedError(f"{replica} {how} in run {self.num_calls}{_oom_hint(status)}")
+        raise ReplicaDiedError(f"{replica} {how} in run {self.num_calls}{self._oom_hint(status)}")
+
+    def _oom_hint(self, status: int | None) -> str:
+        if status is None or not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
+            return ""
+        before, now = self._num_oom_kills, self._host.num_oom_kills()
+        if now > before:
+            return (
+                f"; probably out of memory: cgroup oom_kill rose from {before} to {now}, "
+                f"limit {mib(self._host.total_memory_bytes())}"
+            )
+        return "; if nobody killed it, it was probably out of memory (`dmesg` tells)"
 
 
 def raise_first(own: BaseException | None, failures: Sequence[tuple[Replica, Failure]]) -> None:
@@ -264,8 +284,3 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split(maxsplit=1)[0]
     except OSError:
         return "gone"
-
-
-def _oom_hint(status: int | None) -> str:
-    killed = status is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    return "; if nobody killed it, it was probably out of memory (`dmesg` tells)" if killed else ""

@@ -8,6 +8,7 @@ no module of the user's is ever run a second time.
 """
 
 import functools
+import importlib
 import io
 import mmap
 import os
@@ -187,8 +188,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
             state = {key: value for key, value in obj.__dict__.items() if key not in _OPTIMIZER_METHODS}
             _send_by_value_if_users(type(obj).__module__)
             return _build_optimizer, (type(obj), state)
-        if isinstance(obj, ModuleType) and travels_by_value(obj):
-            return self._reduce_module(obj)
+        if isinstance(obj, ModuleType):
+            if travels_by_value(obj):
+                return self._reduce_module(obj)
+            if sys.modules.get(obj.__name__) is obj:
+                return importlib.import_module, (obj.__name__,)  # also of a kind of its own, as torch.backends.cpu
         _send_by_value_if_users(getattr(obj, "__module__", None))
         return super().reducer_override(obj)
 

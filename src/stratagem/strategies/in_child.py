@@ -5,9 +5,10 @@ They keep what belongs to this child: its runtimes, the functions it was sent, r
 """
 
 import gc
+import os
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +17,19 @@ from stratagem.devices.device import LogicalDevice
 from stratagem.devices.serving import serve_for_life
 from stratagem.replicas import control, values
 from stratagem.replicas.child import this_child
+from stratagem.replicas.functions import NUM_KEPT_FUNCTIONS
 from stratagem.replicas.heap import keep_freed_memory
 from stratagem.replicas.memory import Region
 from stratagem.strategies.replica_side import StrategyInReplica
 from stratagem.strategies.runtime import Run, Runtime, Settings
+
+
+class Answer(NamedTuple):
+    """What comes back from a run: whether parameters are still to be published, how long it computed, the result."""
+
+    unsettled: bool
+    busy_s: float
+    result: Any
 
 
 def join(
@@ -37,6 +47,9 @@ def join(
         keep_freed_memory()
     if device.torch_device.type == "cpu":
         serve_for_life(device)
+        if hasattr(os, "SCHED_BATCH"):
+            # Replicas that share a core then take turns less often, and each has the cache longer.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     else:
         torch.accelerator.set_device_index(device.torch_device)
     _joined[key] = Runtime(rank, settings, meeting, scratch, strategy)
@@ -79,12 +92,8 @@ def run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     unwanted: Sequence[int],
-) -> tuple[bool, Any]:
-    """Runs the user's function as this child's replica; drops results that nobody asked for.
-
-    Returns:
-        Whether parameters are still to be published, and the result.
-    """
+) -> "Answer":
+    """Runs the user's function as this child's replica; drops results that nobody asked for."""
     for number in unwanted:
         _results.values.pop(number, None)
     runtime = _joined[key]
@@ -93,14 +102,14 @@ def run(
         function = _functions[token]
     else:
         _functions[token] = function
-        for old in [each for each in _functions if each <= token - _MAX_FUNCTIONS]:
+        for old in [each for each in _functions if each <= token - NUM_KEPT_FUNCTIONS]:
             del _functions[old]
     runtime.copies.receive(call.written)
     control.apply(call.changes, this_child().registry.resolve)  # type: ignore[union-attr]
     if call.seed is not None:
         seed_everything(call.seed + 1_000_003 * runtime.rank)
     result = values.pack_result(runtime.execute(call, function, args, kwargs), _results)
-    return runtime.unsettled, result
+    return Answer(runtime.unsettled, runtime.busy_s, result)
 
 
 def publish_written(key: int) -> None:
@@ -154,7 +163,6 @@ class _Results:
         self.next_number = 0
 
 
-_MAX_FUNCTIONS = 64
 _functions: dict[int, Callable[..., Any]] = {}
 _joined: dict[int, Runtime] = {}
 _results = _Results()

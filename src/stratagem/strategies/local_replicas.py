@@ -32,6 +32,7 @@ from stratagem.strategies import in_child
 from stratagem.strategies.distribution import Distribution
 from stratagem.strategies.replica_side import StrategyInReplica
 from stratagem.strategies.runtime import Run, Runtime, Settings
+from stratagem.strategies.stragglers import Stragglers
 
 _MAX_NONFINITE_IN_A_ROW = 10
 _keys = itertools.count(1)
@@ -63,6 +64,7 @@ class LocalReplicas:
         self._started = contextlib.ExitStack()
         self._process = os.getpid()
         self._random_state: torch.Tensor | None = None
+        self._stragglers = Stragglers()
         self._num_runs = 0
         self._num_nonfinite = 0
         self._unwanted: list[tuple[int, int]] = []
@@ -152,10 +154,11 @@ class LocalReplicas:
             self._disconnect(own)
             self.distribution.forget_state(own)
             raise_first(error, failures)
-        if own.unsettled or any(unsettled for unsettled, _ in answers):
+        if own.unsettled or any(answer.unsettled for answer in answers):
             self._publish_written(own)
         self._judge_gradients(own)
-        results = [result, *(answer for _, answer in answers)]
+        self._stragglers.note([own.busy_s, *(answer.busy_s for answer in answers)], counts)
+        results = [result, *(answer.result for answer in answers)]
         return values.join_results(results, counts, self._fetch, self._forget)
 
     def _publish_written(self, own: Runtime) -> None:

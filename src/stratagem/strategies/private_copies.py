@@ -10,6 +10,7 @@ Buffers are compared with what they were, because torch does not count what batc
 """
 
 import dataclasses
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
@@ -143,7 +144,9 @@ class PrivateCopies(Copies):
         self._gradients.begin(syncing=syncing)
 
     def end_backward(self, *, syncing: bool) -> None:
+        start = time.monotonic()
         self._gradients.end(syncing=syncing)
+        self._runtime.signals.waited_s += time.monotonic() - start
         if syncing:
             self.finite, self.culprits = self._gradients.finite, self._gradients.culprits
 
@@ -156,8 +159,6 @@ class PrivateCopies(Copies):
 
     @torch.no_grad()
     def settle(self, share: float) -> bool:
-        if not self._buffers:
-            return False
         buffers, collective = dict(self._live_buffers()), self._runtime.collective
         own = [name in buffers and not torch.equal(buffers[name], self._before[name]) for name in self._buffers]
         rows = self._runtime.control.all_gather(torch.tensor(own, dtype=torch.uint8))

@@ -8,6 +8,7 @@ only here, is chosen where variables lie and how gradients travel (`copies`).
 import contextlib
 import dataclasses
 import inspect
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -116,6 +117,7 @@ class Runtime:
         self._skipped: list[tuple[int, str]] = []
         self.updated = False
         self.unsettled = False
+        self.busy_s = 0.0
         gradients.install()
         context.open_runtimes.append(self)
 
@@ -198,12 +200,16 @@ class Runtime:
     def execute(self, run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the user's function as this replica. A failure ends the waits of the others."""
         self._run, self._depth, self._syncing, self.updated = run, 0, True, False
+        start, waited_s = time.monotonic(), self.signals.waited_s
+        self.signals.enter(run.number)
         context.state.replicas.append(ReplicaContext(self.rank, self.collective, self.strategy))
         context.current_runs.append(self)
         try:
             args, kwargs = self._brought(values.load_deferred((args, kwargs)), self.device)
             result = self._brought(function(*args, **kwargs), torch.device("cpu"))
             self._finish()
+            self.busy_s = time.monotonic() - start - (self.signals.waited_s - waited_s)
+            self.signals.leave()
         except BaseException as error:
             if not isinstance(error, PeerAborted):
                 self.signals.abort()
