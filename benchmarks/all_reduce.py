@@ -67,7 +67,7 @@ def work(rank: int, regions: list[Region], num_mb: int, num_rounds: int, meeting
 
     def sum_by_exchange(vector: torch.Tensor) -> torch.Tensor:
         exchange.forget()
-        exchange.add_up([vector], [True] * _SIZE)
+        exchange.add_up([vector])
         signals.barrier()
         return exchange.sum
 

@@ -1,5 +1,6 @@
 """What every test gets: the guards, a fresh configuration, and a machine without surprises."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,8 @@ from stratagem.replicas import launcher
 from tests.guards import adopt_orphans, nothing_left_behind
 
 __all__ = ["nothing_left_behind"]
+
+os.environ["KERAS_BACKEND"] = "torch"  # before Keras is imported anywhere
 
 
 def pytest_configure() -> None:

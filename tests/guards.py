@@ -81,8 +81,8 @@ def _sockets() -> frozenset[str]:
 
 
 def _environment() -> frozenset[str]:
-    # pytest's own, and one that torch sets when the first optimizer is made.
-    passing = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+    # pytest's own, one that torch sets when the first optimizer is made, and one that Keras sets.
+    passing = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TF_FORCE_GPU_ALLOW_GROWTH")
     return frozenset(f"{name}={value}" for name, value in os.environ.items() if name not in passing)
 
 

@@ -20,7 +20,8 @@ MODULES.remove("stratagem.__main__")
 
 
 def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [content for kind, content in found if kind == language]
 
 
 @pytest.mark.slow

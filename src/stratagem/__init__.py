@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from stratagem import config as config
     from stratagem import devices as devices
     from stratagem import errors as errors
+    from stratagem import estimator as estimator
     from stratagem.devices import DeviceSpec as DeviceSpec
     from stratagem.devices import LogicalDevice as LogicalDevice
     from stratagem.devices import OutOfMemoryError as OutOfMemoryError
@@ -27,13 +28,18 @@ if TYPE_CHECKING:
     from stratagem.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
     from stratagem.strategies.one_device import get_strategy as get_strategy
     from stratagem.strategies.strategy import Strategy as Strategy
+    from stratagem.training.averaging import ExponentialMovingAverage as ExponentialMovingAverage
+    from stratagem.training.averaging import average_gradients as average_gradients
+    from stratagem.training.learning_rates import WarmUp as WarmUp
+    from stratagem.training.learning_rates import scale_learning_rate as scale_learning_rate
 
 __version__ = "0.1.0.dev0"
 
 # What `sg.NAME` is: a module of its own, or a name inside one.
-_MODULES = ("config", "devices", "errors")
+_MODULES = ("config", "devices", "errors", "estimator")
 _NAMES = {
     "DeviceSpec": "devices",
+    "ExponentialMovingAverage": "training.averaging",
     "InputContext": "inputs",
     "LogicalDevice": "devices",
     "MirroredStrategy": "strategies.mirrored",
@@ -43,12 +49,15 @@ _NAMES = {
     "PhysicalDevice": "devices",
     "StratagemError": "errors",
     "Strategy": "strategies.strategy",
+    "WarmUp": "training.learning_rates",
+    "average_gradients": "training.averaging",
     "compute_average_loss": "strategies.losses",
     "convert_sync_batchnorm": "strategies.batch_norm",
     "get_replica_context": "strategies.context",
     "get_strategy": "strategies.one_device",
     "has_strategy": "strategies.context",
     "in_cross_replica_context": "strategies.context",
+    "scale_learning_rate": "training.learning_rates",
 }
 
 __all__ = [*_MODULES, *_NAMES, "__version__"]  # noqa: PLE0604  # all are names

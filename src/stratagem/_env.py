@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 SIMULATE = "STRATAGEM_SIMULATE"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+KERAS_BACKEND = "KERAS_BACKEND"
 
 _PREFIX = "STRATAGEM_"
 _OWN = (SIMULATE,)
@@ -23,6 +24,11 @@ def simulate() -> str | None:
 def cuda_visible_devices() -> str | None:
     """Which GPUs the CUDA driver shows to this process; unset means all, empty means none."""
     return os.environ.get(CUDA_VISIBLE_DEVICES)
+
+
+def use_torch_for_keras() -> None:
+    """Makes Keras, if it is imported later, run on torch: in children, whose program has chosen torch for it."""
+    os.environ[KERAS_BACKEND] = "torch"
 
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:

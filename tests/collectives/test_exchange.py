@@ -54,7 +54,7 @@ def total(rank: int, size: int, regions: list[Region], case: Case) -> dict[str, 
     vector = case.vector(rank)
     before = vector.clone()
     vectors = case.segments(rank, vector)
-    present, finite = exchange.add_up(vectors, case.counted)
+    present, finite = exchange.add_up(vectors if case.counted[rank] else [None] * len(vectors))
     signals.barrier()
     results = {
         "sum": exchange.sum.clone(),

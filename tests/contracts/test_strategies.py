@@ -1,5 +1,6 @@
 """One suite for every synchronous strategy: it must equal one device on the same global batches."""
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
+from stratagem.errors import StratagemWarning
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -197,6 +199,160 @@ def test_accumulation_without_sync_equals_one_device(strategy: sg.Strategy) -> N
         return model, step
 
     assert_equal_to_one_device(strategy, build)
+
+
+def _held(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    """Looks at the gradients of one loss after those of another have been made."""
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    held = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    (100 * nn.functional.cross_entropy(model(inputs), targets)).backward()
+    for parameter, gradient in zip(model.parameters(), held, strict=True):
+        parameter.grad = gradient
+
+
+def _replaced(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad.clamp(-0.1, 0.1)
+    nn.functional.cross_entropy(model(2 * inputs), targets).backward()
+
+
+def _preset(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    for parameter in model.parameters():
+        parameter.grad = 0.01 * parameter.detach().sign()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+
+
+def _zeroed(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    model.zero_grad(set_to_none=False)
+    _mixed(model, inputs, targets)
+
+
+def _mixed(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    """A pass without sync between two with it."""
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    with contextlib.nullcontext() if sg.get_replica_context() is None else sg.get_strategy().no_sync():
+        nn.functional.cross_entropy(model(3 * inputs), targets).backward()
+    nn.functional.cross_entropy(model(2 * inputs), targets).backward()
+
+
+@pytest.mark.parametrize("passes", [_held, _replaced, _preset, _zeroed, _mixed])
+def test_gradients_of_several_passes_equal_one_device(strategy: sg.Strategy, passes: Callable[..., None]) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            if passes is not _zeroed:
+                optimizer.zero_grad()
+            passes(model, inputs, targets)
+            optimizer.step()
+            return nn.functional.cross_entropy(model(inputs), targets)
+
+        return model, step
+
+    assert_equal_to_one_device(strategy, build, tolerance=2e-5)
+
+
+def test_gradients_dropped_between_runs_are_dropped_everywhere(strategy: sg.Strategy) -> None:
+    def build() -> tuple[Any, nn.Module, Callable[..., torch.Tensor]]:
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return optimizer, model, step
+
+    optimizer, model, step = build()
+    for batch in UNEVEN:
+        optimizer.zero_grad()
+        step(*batch)
+    with strategy.scope():
+        distributed_optimizer, distributed, distributed_step = build()
+    for batch in strategy.distribute(UNEVEN):
+        distributed_optimizer.zero_grad()
+        strategy.run(distributed_step, args=batch)
+    for ours, theirs in zip(distributed.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6)
+
+
+def test_unchanged_buffers_stay_as_they_are_beside_others(strategy: sg.Strategy) -> None:
+    with strategy.scope():
+        model = nn.BatchNorm1d(3)
+        model.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+        model.register_buffer("nothing", torch.tensor([float("nan"), float("inf")]))
+    for batch in strategy.distribute([torch.randn(8, 3)]):
+        strategy.run(lambda inputs: model(inputs), args=(batch,))  # noqa: PLW0108  # a function of the test
+    assert torch.equal(model.mask, torch.full((3, 3), float("-inf")).triu(1))
+    assert model.nothing.isnan().tolist() == [True, False]
+
+
+def test_failed_run_leaves_nothing_that_overwrites_a_restored_model(
+    strategy: sg.Strategy, request: pytest.FixtureRequest
+) -> None:
+    if request.node.callspec.params["strategy"] == "mirrored 2 torch":
+        pytest.skip("it connects anew, which the guards take for something left behind")
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def fail(inputs: torch.Tensor) -> None:
+        with torch.no_grad():
+            model[0].weight.mul_(1000)
+        model(inputs)
+        raise ValueError("boom")
+
+    batches = [torch.randn(8, 3)]
+    with pytest.raises(ValueError, match="boom"):
+        strategy.run(fail, args=(next(iter(strategy.distribute(batches))),))
+    model.load_state_dict(before)
+    for seen in strategy.local_results(strategy.run(lambda: {**model.state_dict()})):
+        for name, value in before.items():
+            assert torch.equal(seen[name], value), name
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_gradients_that_were_not_finite_in_an_earlier_pass_skip_the_update(strategy: sg.Strategy) -> None:
+    if isinstance(strategy, sg.OneDeviceStrategy):
+        pytest.skip("one device applies what it is given")
+    with strategy.scope():
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+
+    def step(inputs: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (model(inputs).sum() * float("inf")).backward()
+        model(inputs).sum().backward()
+        optimizer.step()
+
+    with pytest.warns(StratagemWarning, match="update skipped"):
+        strategy.run(step, args=(torch.ones(2, 2),))
+    assert torch.equal(model.weight, before)
+
+
+def test_step_runs_its_hooks_and_autograd_notices_it(strategy: sg.Strategy) -> None:
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(inputs: torch.Tensor) -> int:
+        calls: list[int] = []
+        handle = optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        loss = model(inputs).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        handle.remove()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        return len(calls)
+
+    assert set(strategy.local_results(strategy.run(step, args=(torch.ones(2, 2),)))) == {1}
 
 
 def test_gradient_scaler_equals_one_device(strategy: sg.Strategy) -> None:

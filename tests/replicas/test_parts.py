@@ -6,6 +6,7 @@ import gc
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -85,6 +86,22 @@ def test_tracker_finds_copies_in_what_was_made() -> None:
     assert not {id(each) for each in outside.modules()} & made
 
 
+def test_tracker_refuses_what_another_has_until_that_lets_go() -> None:
+    first, second, model = Tracker(), Tracker(), nn.Linear(1, 1)
+    first.note(model)
+    for refused in (model, nn.Sequential(model), torch.optim.SGD(model.parameters(), lr=1)):
+        if isinstance(refused, torch.optim.Optimizer):
+            first.note(refused)
+        with pytest.raises(StrategyError, match="belongs to another strategy, which is still open"):
+            second.note(refused)
+    assert second.take() == []
+    assert len(first.pending_parameters()) == 2
+    first.let_go()
+    assert first.pending_parameters() == []
+    second.note(model)
+    assert len(second.take()) == 3
+
+
 def test_tracker_gives_each_object_once() -> None:
     tracker, model = Tracker(), nn.Linear(1, 1)
     tracker.note(model)
@@ -135,6 +152,51 @@ def test_replaced_parts_are_passed_on() -> None:
     ours, others = parts(), parts()
     passed_on(lambda model, _, second: model.__setitem__(0, second), ours, others)
     assert others[0][0] is others[2]
+
+
+def test_parts_are_taken_out_put_in_order_and_left_alone_when_unknown() -> None:
+    def parts() -> list[Any]:
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        return [nn.Sequential(first, second), first, second]
+
+    def change(model: Any, first: Any, second: Any) -> None:
+        model[0], model[1] = second, nn.Identity()
+        first.bias = None
+
+    ours, others = parts(), parts()
+    others_second = others[0][1]
+    passed_on(change, ours, others)
+    assert list(others[0]) == [others[2], others_second]
+    assert others[1].bias is None
+    passed_on(lambda model, *_: model.__delitem__(1), ours, others)
+    assert list(others[0]) == [others[2]]
+
+
+def test_groups_of_an_optimizer_come_and_go() -> None:
+    def parts() -> list[Any]:
+        parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+        return [torch.optim.SGD(parameters[:1], lr=0.1), *parameters]
+
+    ours, others = parts(), parts()
+    passed_on(lambda optimizer, _, second: optimizer.add_param_group({"params": [second], "lr": 0.5}), ours, others)
+    assert [group["lr"] for group in others[0].param_groups] == [0.1, 0.5]
+    assert others[0].param_groups[1]["params"][0] is others[2]
+    passed_on(lambda optimizer, *_: optimizer.param_groups.pop(0), ours, others)
+    assert [group["params"][0] is others[2] for group in others[0].param_groups] == [True]
+
+
+def test_hooks_are_passed_on_only_when_they_change() -> None:
+    ours, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    ours.register_forward_hook(lambda *_: torch.zeros(1))
+    named = {0: ours}
+    before = control.snapshot(named)
+    ours.eval()
+    assert control.difference(before, control.snapshot(named))[0].hooks is None
+    assert control.difference(control.hooks_only(before), control.snapshot(named))[0].hooks is None
+    control.apply(control.difference({}, control.snapshot(named)), {0: other}.__getitem__)
+    assert other(torch.ones(1)) == 0
+    other.register_forward_hook(lambda *_: torch.ones(1))
+    assert len(other._forward_hooks) == 2
 
 
 def test_nothing_changed_is_nothing_passed_on() -> None:
@@ -206,6 +268,52 @@ def test_results_do_not_change_later() -> None:
         for each in per_replica.values:
             assert each.sum() == 0
             assert not each.requires_grad
+
+
+def test_fresh_large_results_are_not_copied_and_shared_ones_are() -> None:
+    fresh, held = torch.zeros(50_000), nn.Linear(300, 300, bias=False)
+    outcome = held(torch.ones(300, 300))
+    shared = [held.weight, held.weight.t(), held.weight.data, held.weight.detach()]
+    joined = values.join_results([[fresh, outcome, *shared]], None, lambda *_: None)
+    address = [each[0].data_ptr() for each in joined]
+    assert address[:2] == [fresh.data_ptr(), outcome.data_ptr()]
+    assert held.weight.data_ptr() not in address
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda value: value.item(),
+        lambda value: value.backward(),
+        lambda value: f"{value:.3f}",
+        float,
+        int,
+        lambda value: value + 1,
+        lambda value: 2 * value,
+        lambda value: value < 1,
+        lambda value: torch.ones(2) + value,
+        torch.exp,
+        lambda value: torch.stack([value, value]),
+        np.asarray,
+    ],
+)
+def test_values_of_all_replicas_are_not_taken_for_one(use: Any) -> None:
+    value = PerReplica([torch.tensor(1.0), torch.tensor(3.0)])
+    with pytest.raises(StrategyError, match=r"strategy.reduce\('mean', value\).*local_results.*strategy.run") as raised:
+        use(value)
+    assert isinstance(raised.value, TypeError)
+
+
+def test_values_of_all_replicas_can_be_copied_printed_and_asked_about() -> None:
+    value = PerReplica([torch.tensor(1.0), 2], (1, 1))
+    for same in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):  # noqa: S301  # made here
+        assert same.values == value.values
+        assert same.counts == value.counts
+    assert f"{value}" == str(value) == "PerReplica(tensor(1.), 2)"
+    assert not hasattr(value, "shape")
+    assert not isinstance(value, torch.Tensor)
+    assert torch.utils._pytree.tree_leaves({"a": value}) == [value]
+    assert list(value) == [1, 2]
 
 
 def test_different_structures_are_named() -> None:

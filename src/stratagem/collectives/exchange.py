@@ -11,7 +11,6 @@ import cmath
 from collections.abc import Sequence
 from typing import final
 
-import numpy as np
 import torch
 
 from stratagem.collectives.signals import Signals
@@ -83,27 +82,24 @@ class Exchange:
         """Gives up what this replica changed in the last sum, before the next one is made."""
         self._total.drop(self._total.written_pages())
 
-    def add_up(self, vectors: Sequence[torch.Tensor | None], counted: Sequence[bool]) -> tuple[list[bool], bool]:
+    def add_up(self, vectors: Sequence[torch.Tensor | None]) -> tuple[list[bool], bool]:
         """Sums the vectors of all replicas. The sum is whole after the next barrier.
 
         Args:
             vectors: This replica's segments, flat; `None` where it has none.
-            counted: Which replicas count; the others' vectors are left out, whatever they hold.
         Returns:
             For each segment whether anybody had it, and whether what was summed here is finite.
         """
         rank = self._signals.rank
-        own = vectors if counted[rank] else [None] * len(vectors)
-        self._presence[rank] = [vector is not None for vector in own]
+        self._presence[rank] = [vector is not None for vector in vectors]
         finite = True
         for number, (start, shown, summed) in enumerate(self._windows):
             slots = self._slots[number % _NUM_BUFFERS]
-            self._show(own, shown, slots[rank], start)
+            self._show(vectors, shown, slots[rank], start)
             # Whoever passes has summed the window before this one: its buffer is free for the next.
             self._signals.barrier()
-            finite &= self._sum_up(own, summed, slots, start, counted)
-        present: np.ndarray = np.asarray(self._presence[np.flatnonzero(counted)].any(axis=0))
-        return [bool(each) for each in present], finite
+            finite &= self._sum_up(vectors, summed, slots, start)
+        return [bool(each) for each in self._presence.max(axis=0)], finite
 
     def _show(
         self, vectors: Sequence[torch.Tensor | None], pieces: Sequence[Piece], slot: torch.Tensor, start: int
@@ -119,14 +115,13 @@ class Exchange:
         pieces: Sequence[Piece],
         slots: torch.Tensor,
         start: int,
-        counted: Sequence[bool],
     ) -> bool:
         finite = True
         for number, first, last in pieces:
             vector, offset = vectors[number], self._segments[number][0]
             parts = []
             for rank in range(self._signals.size):
-                if not counted[rank] or not self._presence[rank, number]:
+                if not self._presence[rank, number]:
                     continue
                 if rank == self._signals.rank and vector is not None:
                     parts.append(vector[first - offset : last - offset])

@@ -47,24 +47,26 @@ def main(descriptor: int) -> None:
     _this_process.append(Child(wire, registry))
     sys.stdout = _Relay(wire, "stdout")
     sys.stderr = _Relay(wire, "stderr")
+    number = 0
     while True:
+        number += 1  # both ends count, so that an answer to an earlier call is known as such
         try:
             kind, *content = wire.receive()
         except (EOFError, ConnectionResetError):
             return
         except Exception as error:  # what was sent cannot be built here
-            wire.send((FAILED, describe(error)))
+            wire.send((FAILED, number, describe(error)))
             continue
         if kind == STOP:
             return
-        _answer(wire, *content)
+        _answer(wire, number, *content)
 
 
-def _answer(wire: Wire, function: Any, arguments: tuple[Any, ...]) -> None:
+def _answer(wire: Wire, number: int, function: Any, arguments: tuple[Any, ...]) -> None:
     try:
-        answer = (DONE, function(*arguments))
+        answer = (DONE, number, function(*arguments))
     except BaseException as error:  # SystemExit in a replica must not end it silently
-        answer = (FAILED, describe(error))
+        answer = (FAILED, number, describe(error))
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -76,7 +78,7 @@ def _answer(wire: Wire, function: Any, arguments: tuple[Any, ...]) -> None:
             f"what the function returned cannot be sent to the main program: {error}; "
             f"return tensors, numbers or plain objects"
         )
-        wire.send((FAILED, describe(refused)))
+        wire.send((FAILED, number, describe(refused)))
 
 
 def describe(error: BaseException) -> tuple[BaseException | None, str, str]:

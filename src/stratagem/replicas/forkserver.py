@@ -61,7 +61,8 @@ def _fork(descriptor: int, order: dict[str, object], controller: socket.socket) 
     pid = os.fork()
     if pid:
         os.close(descriptor)
-        controller.sendall(json.dumps({"order": order["order"], "started": pid}).encode())
+        with contextlib.suppress(OSError):  # the controller is gone: the next look tells
+            controller.sendall(json.dumps({"order": order["order"], "started": pid}).encode())
         return pid
     status = 1
     try:

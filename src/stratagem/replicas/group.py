@@ -19,7 +19,7 @@ from stratagem.devices.device import mib
 from stratagem.devices.host import Host
 from stratagem.errors import ReplicaDiedError, ReplicaError, ReplicaStalledError, StratagemError, StrategyError
 from stratagem.replicas import launcher
-from stratagem.replicas.child import CALL, DONE, FAILED, PRINTED, STOP
+from stratagem.replicas.child import CALL, DONE, PRINTED, STOP
 from stratagem.replicas.functions import find_unsendable
 from stratagem.replicas.registry import Registry
 from stratagem.replicas.wire import Packed, Wire, pack
@@ -39,6 +39,7 @@ class Replica:
         self.number = number
         self.pid = pid
         self.wire = wire
+        self.num_calls = 0
         self.busy = False
         self.answer: Any = None
         self.failure: Failure | None = None
@@ -70,7 +71,8 @@ class ReplicaGroup:
         self._num_oom_kills = 0
         self._orders: list[tuple[int, socket.socket]] = []
         self.replicas: list[Replica] = []
-        self.num_calls = 0
+        self.run_number = 0
+        self.is_sending = False
         self.on_failure: Callable[[], None] = lambda: None  # ends the waits of others for the one that failed
         self._server: launcher.ForkServer | None = None
         self._owner = os.getpid()
@@ -94,6 +96,7 @@ class ReplicaGroup:
             for number in range(1, self._num_children + 1):
                 pid = self._server.started(self._orders[0][0])  # type: ignore[union-attr]
                 _, sock = self._orders.pop(0)
+                sock.settimeout(self.stall_timeout_s)
                 wire = Wire(sock, self._registry.reference, self._registry.resolve, keeps_classes=True)
                 replica = Replica(number, pid, wire)
                 self.replicas.append(replica)
@@ -116,7 +119,6 @@ class ReplicaGroup:
             arguments: For each child its own.
             reference: How objects are named on the way, if not by the registry alone; may refuse some.
         """
-        self.num_calls += 1
         # All are packed before any is sent: what cannot be sent is an error before anything runs.
         packed = [self._pack((CALL, function, own), reference or self._registry.reference) for own in arguments]
         # The last first: one that shares this process' core comes after those that can begin beside it.
@@ -125,8 +127,7 @@ class ReplicaGroup:
 
     def call_all(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Sends every child the same call, packed once."""
-        self.num_calls += 1
-        packed = pack((CALL, function, arguments), self._registry.reference)
+        packed = self._pack((CALL, function, arguments), self._registry.reference)
         for replica in self.replicas:
             self._send_packed(replica, packed)
 
@@ -134,7 +135,7 @@ class ReplicaGroup:
         """Calls a function in one child and waits for its answer."""
         self._send(replica, (CALL, function, arguments))
         self.collect()
-        raise_first(None, self.failures())
+        raise_first(None, [] if replica.failure is None else [(replica, replica.failure)])
         return replica.answer
 
     def collect(self) -> list[Any]:
@@ -174,7 +175,7 @@ class ReplicaGroup:
                 os.kill(replica.pid, signal.SIGUSR2)  # writes its stacks to the log
         named = "; ".join(f"{replica}, state {_state(replica.pid)}" for replica in silent)
         raise ReplicaStalledError(
-            f"{named} has not answered for {self.stall_timeout_s:.1f} s in run {self.num_calls} while others wait. "
+            f"{named} has not answered for {self.stall_timeout_s:.1f} s in run {self.run_number} while others wait. "
             f"Its stack is in the log above; raise stall_timeout_s if it only needs more time"
         )
 
@@ -183,8 +184,9 @@ class ReplicaGroup:
         if self._server is None or os.getpid() != self._owner:
             return
         for replica in self.replicas:
-            with contextlib.suppress(OSError):
-                replica.wire.send((STOP,))
+            if not replica.busy:  # it reads, so that this cannot block
+                with contextlib.suppress(OSError):
+                    replica.wire.send((STOP,))
         deadline = time.monotonic() + _STOP_GRACE_S
         for replica in self.replicas:
             if replica.busy or self._server.status_of(replica.pid, deadline - time.monotonic()) is None:
@@ -215,23 +217,36 @@ class ReplicaGroup:
         self._send_packed(replica, pack(message, self._registry.reference))
 
     def _send_packed(self, replica: Replica, packed: Packed) -> None:
+        # Before the first byte: whatever happens from here on, it is not idle, and older answers are not its answer.
+        replica.num_calls += 1
+        replica.busy, replica.answer, replica.failure = True, None, None
+        self.is_sending = True
         try:
             replica.wire.send_packed(packed)
         except (BrokenPipeError, ConnectionResetError):
             self._report_death(replica)
-        replica.busy, replica.answer, replica.failure = True, None, None
+        except TimeoutError:
+            self.report_stall([replica])
+        self.is_sending = False
 
     def _take(self, replica: Replica) -> None:
         try:
             kind, *content = replica.wire.receive()
         except (EOFError, ConnectionResetError):
             self._report_death(replica)
+        except TimeoutError:
+            self.report_stall([replica])
         if kind == PRINTED:
             self._show(replica, *content)
-        elif kind == DONE:
-            replica.busy, replica.answer = False, content[0]
-        elif kind == FAILED:
-            replica.busy, replica.failure = False, content[0]
+            return
+        number, outcome = content
+        if number != replica.num_calls:
+            return  # to a call that was given up
+        replica.busy = False
+        if kind == DONE:
+            replica.answer = outcome
+        else:
+            replica.failure = outcome
             self.on_failure()
 
     def _show(self, replica: Replica, stream: str, text: str) -> None:
@@ -242,7 +257,7 @@ class ReplicaGroup:
     def _report_death(self, replica: Replica) -> None:
         status = self._server.status_of(replica.pid, _STATUS_WAIT_S) if self._server else None
         how = launcher.describe_status(status)
-        raise ReplicaDiedError(f"{replica} {how} in run {self.num_calls}{self._oom_hint(status)}")
+        raise ReplicaDiedError(f"{replica} {how} in run {self.run_number}{self._oom_hint(status)}")
 
     def _oom_hint(self, status: int | None) -> str:
         if status is None or not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:

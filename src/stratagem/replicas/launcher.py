@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from typing import final
 
 from stratagem.errors import ReplicaError
@@ -29,6 +30,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _sockets.add(self._socket)
         self._orders = itertools.count(1)
         self._started: dict[int, int] = {}
         self._statuses: dict[int, int] = {}
@@ -39,6 +41,7 @@ class ForkServer:
                 # -P: a file of the user's in the current folder must not stand in for a library.
                 [sys.executable, "-P", "-c", command],
                 stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C is the controller's to handle, also before the server can say so
                 pass_fds=[theirs.fileno()],
             )
 
@@ -46,6 +49,7 @@ class ForkServer:
         """Asks for a new child, without waiting for it: the number of the order and this end of its pipe."""
         number = next(self._orders)
         ours, theirs = socket.socketpair()
+        _sockets.add(ours)
         try:
             with theirs:
                 order = json.dumps({"order": number, "path": sys.path}).encode()
@@ -88,7 +92,10 @@ class ForkServer:
     def _next_message(self, timeout_s: float) -> dict[str, int] | None:
         if not select.select([self._socket], [], [], timeout_s)[0]:
             return None
-        data = self._socket.recv(_MAX_MESSAGE_BYTES)
+        try:
+            data = self._socket.recv(_MAX_MESSAGE_BYTES)
+        except ConnectionResetError:
+            return None
         if not data:
             return None
         message: dict[str, int] = json.loads(data)
@@ -98,6 +105,17 @@ class ForkServer:
             self._started[message["order"]] = message["started"]
         return message
 
+
+# A process that the program forks must not hold them: the server would not notice that the program is gone.
+_sockets: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    for each in list(_sockets):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
 
 _servers: dict[int, tuple[ForkServer, int]] = {}
 

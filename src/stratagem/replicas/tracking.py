@@ -12,6 +12,8 @@ from typing import Any, final
 
 import torch
 
+from stratagem.errors import StrategyError
+
 Tracked = torch.nn.Module | torch.nn.Parameter | torch.optim.Optimizer | Any
 
 
@@ -22,6 +24,7 @@ class Tracker:
     def __init__(self) -> None:
         self._made: list[weakref.ref[Any]] = []
         self._known: dict[int, weakref.ref[Any]] = {}
+        _trackers.add(self)
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -33,10 +36,37 @@ class Tracker:
             yield
 
     def note(self, *objects: Any) -> None:
-        """Notes objects that were made elsewhere: modules with all that is in them, optimizers."""
-        for obj in objects:
-            for each in [*obj.modules(), *obj.parameters()] if isinstance(obj, torch.nn.Module) else [obj]:
-                self._note(each)
+        """Notes objects that were made elsewhere: modules with all that is in them, optimizers.
+
+        Raises:
+            StrategyError: One of them belongs to another strategy, which is still open.
+        """
+        noted = [
+            each
+            for obj in objects
+            for each in ([*obj.modules(), *obj.parameters()] if isinstance(obj, torch.nn.Module) else [obj])
+        ]
+        for each in noted:
+            self.refuse_if_elsewhere(each)
+        for each in noted:
+            self._note(each)
+
+    def refuse_if_elsewhere(self, obj: Any) -> None:
+        """Refuses an object of another strategy: it would be changed by both, each behind the other's back."""
+        if any(other is not self and id(obj) in other._known for other in _trackers):
+            raise StrategyError(
+                f"{_described(obj)} belongs to another strategy, which is still open; use it with that one, close that "
+                f"one first, or take a copy.deepcopy of the model"
+            )
+
+    def pending_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters that were noted and have not been taken yet."""
+        noted = [obj for reference in self._made if (obj := reference()) is not None]
+        return [obj for obj in noted if isinstance(obj, torch.nn.Parameter)]
+
+    def let_go(self) -> None:
+        """Forgets everything: other strategies may have it."""
+        self._made, self._known = [], {}
 
     def take(self) -> list[Any]:
         """What was made since the last call and still exists, with all that modules among it hold."""
@@ -57,6 +87,23 @@ class Tracker:
 
     def _forget(self, key: int, _: Any) -> None:
         self._known.pop(key, None)
+
+
+# All of this process, so that no object comes to belong to two.
+_trackers: weakref.WeakSet[Tracker] = weakref.WeakSet()
+
+
+def pending_parameters() -> list[torch.nn.Parameter]:
+    """The parameters that open strategies will distribute at their next run."""
+    return [parameter for tracker in _trackers for parameter in tracker.pending_parameters()]
+
+
+def _described(obj: Any) -> str:
+    if isinstance(obj, torch.nn.Module):
+        return f"model {type(obj).__name__}"
+    if isinstance(obj, torch.Tensor):
+        return f"a parameter of shape {tuple(obj.shape)}"
+    return f"{type(obj).__name__}"
 
 
 _TRACKED_BY_INIT = (

@@ -4,11 +4,10 @@ Small results travel with the answer; large tensors stay in their replica until 
 """
 
 import functools
-import pickle
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 import torch
@@ -33,15 +32,16 @@ class Raw:
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         tensor = self._tensor
-        content: Any = tensor.view(-1).view(torch.uint8).numpy()
-        data = content.tobytes() if len(content) <= _TINY_BYTES else pickle.PickleBuffer(content)
+        content: Any = tensor.view(-1).view(torch.uint8).numpy()  # travels beside the message, not in it
+        data = content.tobytes() if len(content) <= _TINY_BYTES else content
         return _from_bytes, (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
 
 
 def _from_bytes(dtype: str, shape: tuple[int, ...], data: Any) -> torch.Tensor:
     if not len(data):
         return torch.empty(shape, dtype=getattr(torch, dtype))
-    return torch.frombuffer(bytearray(data) if type(data) is bytes else data, dtype=getattr(torch, dtype)).view(shape)
+    own: Any = bytearray(data) if type(data) is bytes else data
+    return torch.frombuffer(own, dtype=getattr(torch, dtype)).view(shape)
 
 
 @final
@@ -92,9 +92,57 @@ class PerReplica:
     def __len__(self) -> int:
         return len(self._values)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)  # whoever asks only looks whether there is one
+        raise _refusal(self, f".{name}")
+
+    def __format__(self, form: str) -> str:
+        if form:
+            raise _refusal(self, f"format {form!r}")
+        return repr(self)
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise _refusal(self, "numpy")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise _refusal(None, f"torch's {getattr(function, '__name__', function)}")
+
     def __repr__(self) -> str:
         inside = ", ".join("..." if isinstance(each, _Later) else repr(each) for each in self._values)
         return f"PerReplica({inside})"
+
+
+class _SeveralValuesError(StrategyError, TypeError, AttributeError):
+    """The values of all replicas were used as if they were one."""
+
+
+def _refusal(value: PerReplica | None, what: str) -> _SeveralValuesError:
+    number = "all" if value is None else str(len(value))
+    return _SeveralValuesError(
+        f"{what} was asked of a PerReplica, which has the values of {number} replicas; make it one value with "
+        f"strategy.reduce('mean', value), take them with strategy.local_results(value), or compute with it inside the "
+        f"function of strategy.run"
+    )
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: PerReplica, *_: object) -> NoReturn:
+        raise _refusal(self, name.strip("_"))
+
+    return refuse
+
+
+for _name in (
+    *("float", "int", "complex", "index", "neg", "pos", "abs", "invert", "round", "lt", "le", "gt", "ge"),
+    *(
+        side + name
+        for name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+        for side in ("", "r", "i")
+    ),
+):
+    setattr(PerReplica, f"__{_name}__", _refusing(_name))
 
 
 @final
@@ -138,7 +186,7 @@ def join_results(
         fetch: Brings a value that stayed in its replica, by rank and number.
         forget: Told of a value that nobody will ask for any more.
     """
-    own = _mapped(lambda each: _as_it_is_now(each) if isinstance(each, torch.Tensor) else each, results[0])
+    own = _mapped(_kept, results[0])
     flat = [pytree.tree_flatten(result) for result in (own, *results[1:])]
     for rank, (_, structure) in enumerate(flat):
         if structure != flat[0][1]:
@@ -231,9 +279,25 @@ def _tensors(what: str, value: PerReplica) -> list[torch.Tensor]:
 
 
 def _as_it_is_now(value: torch.Tensor) -> torch.Tensor:
-    """A result that later runs do not change: parameters and small tensors are copied, fresh large ones are kept."""
-    shared = value.is_leaf and (value.requires_grad or value._is_view())
-    return value.detach().clone() if shared or value.nbytes <= _INLINE_BYTES else value.detach()
+    """A result that later runs do not change: what others hold and small tensors are copied, fresh large ones kept."""
+    return value.detach().clone() if value.nbytes <= _INLINE_BYTES or _is_held_elsewhere(value) else value.detach()
+
+
+def _is_held_elsewhere(value: torch.Tensor) -> bool:
+    """Whether something else may write to a tensor's memory: it is a parameter, a view of one, or its `.data`."""
+    if value._is_view():
+        return value.is_leaf or (value._base is not None and value._base.is_leaf)
+    if not value.is_leaf or value.layout != torch.strided:
+        return False
+    # A tensor of its own has the only count but that of the object that is asked.
+    return value.requires_grad or torch._C._storage_Use_Count(value.untyped_storage()._cdata) > 2
+
+
+def _kept(value: Any) -> Any:
+    """A result of this process that later runs do not change."""
+    if isinstance(value, np.ndarray):
+        return value if value.base is None else value.copy()
+    return _as_it_is_now(value) if isinstance(value, torch.Tensor) else value
 
 
 def _is_ordinary(value: torch.Tensor) -> bool:

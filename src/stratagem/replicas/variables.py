@@ -100,8 +100,12 @@ class Store:
 
     def build_tensors(self) -> None:
         """Makes this process' own tensors over the store, in a child."""
+        storage, start = self.private.untyped_storage(), self.private.storage_offset()
         for placement in self.placements:
-            view = shaped(self.private, placement)
+            # Not views of one tensor: those count changes together, and autograd then takes a change of one for a
+            # change of all.
+            view = torch.empty(0, dtype=self.dtype)
+            view.set_(storage, start + placement.offset, placement.shape, placement.stride)
             self._tensors.append(torch.nn.Parameter(view, placement.requires_grad) if placement.is_parameter else view)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -27,13 +27,13 @@ import numpy as np
 import torch
 
 from stratagem.replicas.memory import Region
+from stratagem.replicas.outgoing import ALIGN, Outgoing, padded
 from stratagem.replicas.values import Raw
 
 _HEAD = struct.Struct("<QIQ")  # length of the pickle, number of buffers, bytes in shared memory
 _LENGTH = struct.Struct("<Q")
 _OPTIMIZER_METHODS = ("step", "state_dict", "load_state_dict", "zero_grad")
 _LARGE_BYTES = 64 * 1024
-_ALIGN = 64
 _MAX_DESCRIPTORS = 64
 
 
@@ -74,7 +74,7 @@ class Wire:
         """Sends what `pack` made; the same may go to several children."""
         small = [buffer for buffer in packed.buffers if len(buffer) < _LARGE_BYTES]
         large = [buffer for buffer in packed.buffers if len(buffer) >= _LARGE_BYTES]
-        region = _Outgoing(large)
+        region = Outgoing(large)
         lengths = b"".join(_LENGTH.pack(len(buffer)) for buffer in packed.buffers)
         head = _HEAD.pack(len(packed.data), len(packed.buffers), region.num_bytes) + lengths + packed.data
         descriptors = [each.descriptor for each in packed.regions] + [region.descriptor] * (region.num_bytes > 0)
@@ -106,7 +106,7 @@ class Wire:
         for length in lengths:
             if length >= _LARGE_BYTES:
                 buffers.append(shared[:length])
-                shared = shared[_padded(length) :]
+                shared = shared[padded(length) :]
             else:
                 buffers.append(self._read(length))
         return _Unpickler(data, buffers, descriptors, self._resolve, self._keeps_classes).load()
@@ -154,6 +154,9 @@ def survives(error: BaseException) -> bool:
     return type(copy).__name__ == type(error).__name__ and str(copy) == str(error)
 
 
+# How objects of other libraries travel: given an object, what pickle's `__reduce__` returns, or `NotImplemented`.
+reducers: list[Callable[[Any], Any]] = []
+
 _NEVER_NAMED = frozenset({int, float, bool, str, bytes, type(None), tuple, list, dict})
 
 
@@ -193,6 +196,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
                 return self._reduce_module(obj)
             if sys.modules.get(obj.__name__) is obj:
                 return importlib.import_module, (obj.__name__,)  # also of a kind of its own, as torch.backends.cpu
+        for reduce in reducers:
+            if (way := reduce(obj)) is not NotImplemented:
+                _send_by_value_if_users(type(obj).__module__)
+                return way
         _send_by_value_if_users(getattr(obj, "__module__", None))
         return super().reducer_override(obj)
 
@@ -291,7 +298,7 @@ class _Storage:
         if tensor.numel():
             first = tensor.storage_offset()
             last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-            self._range[0] = min(self._range[0], first * tensor.itemsize // _ALIGN * _ALIGN)
+            self._range[0] = min(self._range[0], first * tensor.itemsize // ALIGN * ALIGN)
             self._range[1] = max(self._range[1], (last + 1) * tensor.itemsize)
 
     def cut(self, buffers: list[memoryview]) -> None:
@@ -329,42 +336,6 @@ def _build_optimizer(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -
     optimizer.__setstate__({key: state.pop(key) for key in ("defaults", "state", "param_groups")})
     optimizer.__dict__.update(state)
     return optimizer
-
-
-@final
-class _Outgoing:
-    """Large buffers of one message, one after the other in anonymous shared memory."""
-
-    def __init__(self, buffers: list[memoryview]) -> None:
-        self.num_bytes = sum(_padded(len(buffer)) for buffer in buffers)
-        self.descriptor = -1
-        if not self.num_bytes:
-            return
-        self.descriptor = os.memfd_create("stratagem-message", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(self.descriptor, self.num_bytes)
-            offset = 0
-            for buffer in buffers:
-                self._write(buffer, offset)
-                offset += _padded(len(buffer))
-        except BaseException:
-            self.close()
-            raise
-
-    def _write(self, buffer: memoryview, offset: int) -> None:
-        # Written, not mapped: a lack of memory is an error, and no page is cleared first.
-        while buffer:
-            written = os.pwrite(self.descriptor, buffer, offset)
-            buffer, offset = buffer[written:], offset + written
-
-    def close(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN) * _ALIGN
 
 
 _INSTALLED = tuple(

@@ -41,7 +41,6 @@ class BucketedGradients:
 
     def __init__(self, runtime: "Runtime", start_sum: StartSum) -> None:
         self._start_sum = start_sum
-        self.finite = True
         self.culprits: list[tuple[int, str]] = []
         self._runtime = runtime
         self._known: dict[int, _Known] = {}
@@ -242,10 +241,9 @@ class BucketedGradients:
 
     def _judge(self, sums: Sequence[torch.Tensor]) -> None:
         """Finds out whether all sums are finite, and if not, whose gradients are to blame."""
-        self.finite, self.culprits = True, []
+        self.culprits = []
         if self._runtime.settings.on_nonfinite == "apply" or _are_finite(sums):
             return
-        self.finite = False
         own = dict(self.parameters())
         bad = [
             number
@@ -255,6 +253,7 @@ class BucketedGradients:
         firsts = self._exchange([bad[0] if bad else 0]).flatten().tolist()
         labels = [known.label for known in self._known.values()]
         self.culprits = [(rank, labels[first - 1]) for rank, first in enumerate(firsts) if first]
+        self.culprits = self.culprits or [(0, "a sum that is too large")]
 
     def _lay_out(self) -> None:
         """Packs the parameters that want gradients into buckets, when they are others than before."""

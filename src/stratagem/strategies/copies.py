@@ -6,8 +6,9 @@ serves the controller between runs: there it gives tensors out and finds what wa
 """
 
 import dataclasses
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ class Written:
 
     values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     gradients: dict[int, torch.Tensor | None] = dataclasses.field(default_factory=dict)
+    exchanges: list[Any] = dataclasses.field(default_factory=list)
+    after_failure: bool = False
 
 
 class Copies(ABC):
@@ -35,9 +38,30 @@ class Copies(ABC):
 
     def __init__(self, link: Link | None = None) -> None:
         self.link = link
-        # Of the last sum of gradients, the same in every replica.
-        self.finite = True
+        # Parameters whose summed gradients were not finite, and whose fault it was; the same in every replica.
+        self._not_finite: dict[int, weakref.ref[torch.Tensor]] = {}
         self.culprits: list[tuple[int, str]] = []
+
+    def judge(self, culprits: Sequence[tuple[int, str]]) -> None:
+        """Remembers after a sum which gradients are not finite.
+
+        Args:
+            culprits: The replicas and parameters that made it so; none if the sum is finite.
+        """
+        if culprits:
+            self.culprits = list(culprits)
+            bad = [each for each in self.parameters() if each.grad is not None and not each.grad.isfinite().all()]
+            self._not_finite |= {id(each): weakref.ref(each) for each in bad}
+
+    def are_finite(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether no gradient that would be applied to these parameters is known not to be finite."""
+        if not self._not_finite:
+            return True
+        for key, reference in list(self._not_finite.items()):
+            parameter = reference()
+            if parameter is None or parameter.grad is None or bool(parameter.grad.isfinite().all()):
+                del self._not_finite[key]
+        return not any(id(each) in self._not_finite for each in parameters)
 
     # Distributed tensors
 
@@ -64,6 +88,14 @@ class Copies(ABC):
     @abstractmethod
     def split(self, optimizer: torch.optim.Optimizer) -> SplitUpdate | None:
         """This replica's part of an optimizer's update; `None` if every replica makes the whole."""
+
+    def own_part(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The elements of a tensor that this replica updates for all; `None` if each updates the whole of its own."""
+        return None
+
+    def shared_part(self, tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Elements of a tensor as a flat vector that all replicas see."""
+        raise NotImplementedError("only memory that is shared has such parts")
 
     # Between runs
 

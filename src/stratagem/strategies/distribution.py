@@ -7,7 +7,7 @@ changes in them is found and passed on at the next run.
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
@@ -15,8 +15,10 @@ from torch.utils import _pytree as pytree
 
 from stratagem.errors import StrategyError
 from stratagem.replicas import control
+from stratagem.replicas.functions import find_unsendable
 from stratagem.replicas.registry import Registry
 from stratagem.replicas.tracking import Tracker
+from stratagem.replicas.wire import pack
 from stratagem.strategies import in_child
 from stratagem.strategies.runtime import Runtime
 from stratagem.strategies.updates import SplitUpdate, whole_state
@@ -41,6 +43,7 @@ class Distribution:
         self._reloaded: set[int] = set()  # optimizers that run whole, whose state the others must take
         self._state: control.Snapshot = {}
 
+    @torch.inference_mode(mode=False)  # tensors that are placed now are trained later
     def bring_up_to_date(self, own: Runtime) -> None:
         """Distributes new objects, and the state of optimizers that the controller gave them."""
         dropped = self.registry.take_dropped()
@@ -48,15 +51,21 @@ class Distribution:
             self._replicas.forget_functions()
             self._replicas.ask_children(in_child.drop, self._replicas.key, dropped)
             own.drop(dropped)
+        # What a distributed module holds is distributed too, wherever it was made.
+        self.tracker.note(*control.unknown_parts(self.registry.live().values(), self.registry))
         made = self.tracker.take()
         if made:
             try:
                 self._check(made)
-            except StrategyError:
-                self.tracker.put_back(made)
+                self._distribute(made, own)
+            except BaseException:
+                self.tracker.put_back([obj for obj in made if obj not in self.registry])
                 raise
-            self._distribute(made, own)
-        live, reloaded, self._reloaded = self.registry.live(), self._reloaded, set()
+        live = self.registry.live()
+        for obj in live.values():
+            if isinstance(obj, torch.optim.Optimizer):
+                self._check_optimizer(obj, set())  # groups may have been added
+        reloaded, self._reloaded = self._reloaded, set()
         for name in reloaded & live.keys():
             optimizer = live[name]
             state = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, type(optimizer).state_dict(optimizer))
@@ -72,7 +81,7 @@ class Distribution:
 
     def forget_state(self, own: Runtime) -> None:
         """After a run that failed replicas may be in different states: the next run sends everything."""
-        self._state = {}
+        self._state = control.hooks_only(self._state)
         optimizers = {name for name, obj in self.registry.live().items() if isinstance(obj, torch.optim.Optimizer)}
         self._reloaded = optimizers - own.updates.keys()
         own.copies.forget_state()
@@ -96,12 +105,14 @@ class Distribution:
 
     def let_go(self) -> None:
         """Makes distributed objects plain ones again."""
+        self.tracker.let_go()
         for obj in self.registry.live().values():
             if isinstance(obj, torch.optim.Optimizer):
                 for name in ("step", "state_dict", "load_state_dict"):
                     obj.__dict__.pop(name, None)
 
     def _refuse(self, obj: Any) -> None:
+        self.tracker.refuse_if_elsewhere(obj)
         where = "created outside strategy.scope(); create it inside `with strategy.scope():`, or call strategy.adopt"
         if isinstance(obj, torch.nn.Module):
             number = len(list(obj.parameters()))
@@ -115,22 +126,23 @@ class Distribution:
     def _distribute(self, made: Sequence[Any], own: Runtime) -> None:
         others = {next(self._names): each for each in made if not isinstance(each, torch.Tensor)}
         modules = [each for each in others.values() if isinstance(each, torch.nn.Module)]
-        tensors: dict[int, torch.Tensor] = {id(each): each for each in made if isinstance(each, torch.nn.Parameter)}
+        tensors: dict[int, torch.Tensor] = {id(each): each for each in made if isinstance(each, torch.Tensor)}
         for module in modules:
             for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
                 tensors.setdefault(id(tensor), tensor)
         labels = _labels(modules)
-        new = [each for each in tensors.values() if each not in self.registry]
-        named = [(next(self._names), each) for each in new]
+        named = [(next(self._names), each) for each in tensors.values() if each not in self.registry]
+        self._require_sendable(others, {id(tensor): name for name, tensor in named})
         variables = own.copies.place(named, labels)
+        self._replicas.ask_children(in_child.adopt_variables, self._replicas.key, variables)
         for name, tensor in named:
             self.registry.add(name, tensor)
-        self._replicas.ask_children(in_child.adopt_variables, self._replicas.key, variables)
+        for placed in variables:
+            own.copies.add(placed, dict(named))
+        self._state |= control.snapshot(dict(named))
         self._replicas.ask_children(in_child.adopt_objects, self._replicas.key, others)
         for name, obj in others.items():
             self.registry.add(name, obj)
-        for placed in variables:
-            own.copies.add(placed, dict(named))
         own.add_objects(others)
         for name, obj in others.items():
             if name in own.updates:
@@ -139,6 +151,28 @@ class Distribution:
                 self._pass_on_state(obj, name)
         # Of the new ones only: what was changed in others has not been sent yet.
         self._state |= control.snapshot({**dict(named), **others})
+
+    def _require_sendable(self, objects: dict[int, Any], names: dict[int, int]) -> None:
+        """Refuses objects that cannot travel, before anything is placed.
+
+        Args:
+            objects: What is to be sent.
+            names: Those that tensors in them will have, by `id`.
+        """
+
+        def reference(obj: Any) -> int | None:
+            return names.get(id(obj)) or self.registry.reference(obj)
+
+        try:
+            pack(objects, reference)
+        except Exception as error:
+            refused = [each for each in objects.values() if not _can_be_packed(each, reference)]
+            inner = [each for each in refused if not _holds_one_of(each, refused)]
+            part, where = find_unsendable((inner or [objects])[0], lambda each: _can_be_packed(each, reference))
+            raise StrategyError(
+                f"a {type(part).__name__} cannot be sent to the replicas{f' ({where})' if where else ''}: {error}. "
+                f"Make it where it is used, or leave it out"
+            ) from error
 
     def _check(self, made: Sequence[Any]) -> None:
         """Refuses what cannot be distributed, before anything is."""
@@ -159,9 +193,11 @@ class Distribution:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         foreign = [each for each in parameters if each not in self.registry and id(each) not in new]
         if foreign:
+            self.tracker.refuse_if_elsewhere(foreign[0])
             raise StrategyError(
                 f"optimizer {type(optimizer).__name__} holds {len(foreign)} parameter(s) that this strategy does not "
-                f"manage (first: shape {tuple(foreign[0].shape)}); build it inside the same scope, after the model"
+                f"manage (first: shape {tuple(foreign[0].shape)}): their model was made outside strategy.scope(). Make "
+                f"it inside, before the optimizer, or call strategy.adopt(model)"
             )
 
     def _whole_state(self, update: SplitUpdate, name: int) -> dict[torch.Tensor, dict[str, Any]]:
@@ -198,6 +234,19 @@ class Distribution:
             distribution._reloaded.add(name)
 
         optimizer.load_state_dict = load  # type: ignore[method-assign,assignment]
+
+
+def _can_be_packed(value: Any, reference: Callable[[Any], Any]) -> bool:
+    try:
+        pack(value, reference)
+    except Exception:
+        return False
+    return True
+
+
+def _holds_one_of(obj: Any, others: Sequence[Any]) -> bool:
+    inside = {id(each) for each in obj.modules() if each is not obj} if isinstance(obj, torch.nn.Module) else set()
+    return any(id(each) in inside for each in others)
 
 
 def _labels(modules: Sequence[torch.nn.Module]) -> dict[int, str]:

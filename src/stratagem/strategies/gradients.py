@@ -7,7 +7,9 @@ replicas without examples count for nothing, whatever their loss is.
 """
 
 import functools
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -21,11 +23,16 @@ if TYPE_CHECKING:
     from stratagem.strategies.runtime import Runtime
 
 FINITE_FLAG, CULPRIT_FLAG = 0, 3
+_UNKNOWN_CULPRITS = [(0, "a sum that is too large")]
 
 
 @final
 class GradientStore:
-    """The gradients of the parameters of one store."""
+    """The gradients of the parameters of one store.
+
+    A gradient is either summed over the replicas, and then the same in all of them, or this replica's own:
+    what passes without sync left, until the next sum takes it in.
+    """
 
     def __init__(self, store: Store, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -34,39 +41,104 @@ class GradientStore:
         self._views = [shaped(exchange.sum, placement) for placement in self.placements]
         start = exchange.sum.data_ptr()
         self._range = range(start, start + exchange.sum.nbytes)
-        self._kept: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        self._given: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._own: set[int] = set()
+        self._set_aside: dict[int, torch.Tensor] = {}
+        self._hidden: dict[int, torch.Tensor] = {}
 
-    def set_aside(self) -> None:
-        """Takes gradients of an earlier step, already summed, out of the way of this step's."""
-        self._kept = []
-        for parameter in self.store.tensors:
-            gradient = None if parameter is None else parameter.grad
-            summed = gradient is not None and gradient.data_ptr() in self._range
-            # Its memory is written over if any replica has a new one; else it stays what it is.
-            self._kept.append((gradient, gradient.clone()) if gradient is not None and summed else None)
-            if parameter is not None and summed:
-                parameter.grad = None
+    @torch.no_grad()
+    def begin(self, *, counts: bool) -> None:
+        """Moves gradients out of the way that must not be mixed with those of the pass.
+
+        Args:
+            counts: Whether what this pass gives counts: not if the replica has no examples.
+        """
+        self._set_aside, self._hidden = {}, {}
+        for given in self._given.values():
+            # Somebody still has it, while its memory is about to be written over.
+            if (gradient := given()) is not None and gradient.data_ptr() in self._range:
+                gradient.data = gradient.clone()
+        self._given = {}
+        for number, parameter in enumerate(self.store.tensors):
+            if parameter is None or parameter.grad is None:
+                self._own.discard(number)
+            elif number not in self._own:
+                self._set_aside[number], parameter.grad = parameter.grad, None
+            elif not counts:
+                self._hidden[number], parameter.grad = parameter.grad, None
+
+    def abandon(self) -> None:
+        """Puts gradients back after a pass that has failed."""
+        for number, parameter in enumerate(self.store.tensors):
+            if parameter is not None and (number not in self._own or number in self._hidden):
+                parameter.grad = self._set_aside.get(number, self._hidden.get(number))
+
+    def discard_uncounted(self) -> None:
+        """Leaves out what the pass gave, where it does not count."""
+        for number, parameter in enumerate(self.store.tensors):
+            if parameter is not None:
+                parameter.grad = self._hidden.get(number)
+
+    def take_as_summed(self, names: Iterable[int]) -> None:
+        """Counts gradients that all replicas were given as summed."""
+        names = set(names)
+        self._own -= {number for number, placement in enumerate(self.placements) if placement.name in names}
 
     def flat_local(self) -> list[torch.Tensor | None]:
         """This replica's own gradients, each as a flat vector in the order of its parameter's memory."""
         pairs = zip(self.store.tensors, self.placements, strict=True)
         return [None if parameter is None else _flat(parameter, placement) for parameter, placement in pairs]
 
+    @torch.no_grad()
     def give_out(self, present: Sequence[bool]) -> None:
-        """Makes the sums everyone's gradients."""
-        for parameter, view, there, kept in zip(self.store.tensors, self._views, present, self._kept, strict=True):
+        """Makes the sums everyone's gradients, with those that were there before."""
+        for number, (parameter, view) in enumerate(zip(self.store.tensors, self._views, strict=True)):
+            before = self._set_aside.get(number)
             if parameter is None:
                 continue
-            if there:
+            if not present[number]:
+                parameter.grad = before
+                continue
+            self._own.discard(number)
+            if before is not None:
+                parameter.grad = before.add_(view)
+            else:
                 # A new tensor each time: gradients belong to one step.
                 parameter.grad = view.detach()
-                if kept is not None:
-                    parameter.grad.add_(kept[1])
-            elif kept is not None:
-                # The same tensor as before, with what the program had done to it.
-                parameter.grad = kept[0].copy_(kept[1])
-            else:
-                parameter.grad = None
+                self._given[number] = weakref.ref(parameter.grad)
+        self._set_aside, self._hidden = {}, {}
+
+    def touched(self) -> list[bool]:
+        """Which summed gradients a pass without sync has added to, in this replica."""
+        return [
+            number in self._set_aside and parameter is not None and parameter.grad is not None
+            for number, parameter in enumerate(self.store.tensors)
+        ]
+
+    @torch.no_grad()
+    def keep(self, touched: Sequence[bool], *, holds_sum: bool) -> None:
+        """Ends a pass without sync.
+
+        Args:
+            touched: Which summed gradients any replica has added to.
+            holds_sum: Whether this replica keeps the summed part, so that the next sum counts it once.
+        """
+        for number, parameter in enumerate(self.store.tensors):
+            if parameter is None:
+                continue
+            summed, gradient = self._set_aside.get(number), parameter.grad
+            if summed is None:
+                if gradient is not None:
+                    self._own.add(number)
+                continue
+            if touched[number]:
+                self._own.add(number)
+                if not holds_sum:
+                    summed.zero_()
+                if gradient is not None:
+                    summed.add_(gradient)
+            parameter.grad = summed
+        self._set_aside, self._hidden = {}, {}
 
 
 @final
@@ -76,25 +148,51 @@ class GradientSync:
     def __init__(self, runtime: "Runtime") -> None:
         self._runtime = runtime
         self.stores: list[GradientStore] = []
-        self.finite = True
         self.culprits: list[tuple[int, str]] = []
+
+    def begin(self) -> None:
+        """Prepares a pass."""
+        counts = self._runtime.counted[self._runtime.rank]
+        for store in self.stores:
+            store.begin(counts=counts)
+
+    def abandon(self) -> None:
+        """Cleans up after a pass that has failed."""
+        for store in self.stores:
+            store.abandon()
+
+    def keep(self) -> None:
+        """Ends a pass without sync: every replica keeps what it has."""
+        self._discard_uncounted()
+        own = torch.tensor([each for store in self.stores for each in store.touched()], dtype=torch.uint8)
+        touched = torch.stack(self._runtime.control.all_gather(own)).amax(dim=0).tolist()
+        for store in self.stores:
+            num = len(store.placements)
+            store.keep(touched[:num], holds_sum=self._runtime.rank == 0)
+            touched = touched[num:]
+
+    def _discard_uncounted(self) -> None:
+        if not self._runtime.counted[self._runtime.rank]:
+            for store in self.stores:
+                store.discard_uncounted()
 
     def sum(self) -> None:
         """Publishes, sums and gives out; every replica must come here."""
         signals, counted = self._runtime.signals, self._runtime.counted
+        self._discard_uncounted()
         locals_ = [store.flat_local() for store in self.stores]
         finite, present = True, []
         for store, vectors in zip(self.stores, locals_, strict=True):
             store.exchange.forget()
-            there, own_part_is_finite = store.exchange.add_up(vectors, counted)
+            there, own_part_is_finite = store.exchange.add_up(vectors)
             if self._runtime.settings.unused == "error":
                 self._refuse_unused(store, counted)
             present.append(there)
             finite &= own_part_is_finite
         signals.put_flag(FINITE_FLAG, int(finite))
         signals.barrier()
-        self.finite = all(signals.flags(FINITE_FLAG))
-        self.culprits = [] if self.finite else self._find_culprits(locals_)
+        is_finite = all(signals.flags(FINITE_FLAG))
+        self.culprits = [] if is_finite else self._find_culprits(locals_) or _UNKNOWN_CULPRITS
         for store, there in zip(self.stores, present, strict=True):
             store.give_out(there)
 
@@ -110,11 +208,11 @@ class GradientSync:
 
     def _find_culprits(self, locals_: Sequence[Sequence[torch.Tensor | None]]) -> list[tuple[int, str]]:
         """Which replicas had gradients that are not finite, and where first."""
-        signals, counted = self._runtime.signals, self._runtime.counted
+        signals = self._runtime.signals
         labels = [placement.label for store in self.stores for placement in store.placements]
         vectors = [vector for each in locals_ for vector in each]
         bad = [number for number, each in enumerate(vectors) if each is not None and not each.isfinite().all()]
-        firsts = signals.exchange_flag(CULPRIT_FLAG, bad[0] + 1 if bad and counted[signals.rank] else 0)
+        firsts = signals.exchange_flag(CULPRIT_FLAG, bad[0] + 1 if bad else 0)
         signals.barrier()
         return [(rank, labels[first - 1]) for rank, first in enumerate(firsts) if first]
 
@@ -136,16 +234,26 @@ def _flat(parameter: torch.Tensor, placement: Placement) -> torch.Tensor | None:
 _original_backward = torch.autograd.backward
 
 
+class _Home:
+    """The thread of the program that made the last strategy: what others differentiate is their own."""
+
+    thread = 0
+
+
+_home = _Home()
+
+
 def install() -> None:
     """Wraps torch's backward, once for the process."""
+    _home.thread = threading.get_ident()
     if torch.autograd.backward is not _original_backward:
         return
 
     @functools.wraps(_original_backward)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        if context.current_runs:
+        if context.current_runs and context.state.replicas:  # a thread of the program's own is not in the run
             context.current_runs[-1].backward(_original_backward, tensors, grad_tensors, *args, **kwargs)
-        elif context.open_runtimes:
+        elif context.open_runtimes and _home.thread == threading.get_ident():
             _backward_outside(tensors, grad_tensors, *args, **kwargs)
         else:
             _original_backward(tensors, grad_tensors, *args, **kwargs)
@@ -160,10 +268,12 @@ def _backward_outside(*args: Any, **kwargs: Any) -> None:
     }
     for parameter in before:
         parameter.grad = None
-    _original_backward(*args, **kwargs)
-    touched = [parameter for parameter in before if parameter.grad is not None]
-    for parameter, gradient in before.items():
-        if parameter.grad is None or touched:
+    touched = []
+    try:
+        _original_backward(*args, **kwargs)
+        touched = [parameter for parameter in before if parameter.grad is not None]
+    finally:
+        for parameter, gradient in before.items():
             parameter.grad = gradient
     if touched:
         raise StrategyError(

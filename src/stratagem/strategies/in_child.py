@@ -108,8 +108,9 @@ def run(
     control.apply(call.changes, this_child().registry.resolve)  # type: ignore[union-attr]
     if call.seed is not None:
         seed_everything(call.seed + 1_000_003 * runtime.rank)
-    result = values.pack_result(runtime.execute(call, function, args, kwargs), _results)
-    return Answer(runtime.unsettled, runtime.busy_s, result)
+    with control.surrounded_by(call.surroundings):
+        result = runtime.execute(call, function, args, kwargs)
+    return Answer(runtime.unsettled, runtime.busy_s, values.pack_result(result, _results))
 
 
 def publish_written(key: int) -> None:

@@ -15,17 +15,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
+from torch.utils import _pytree as pytree
 
 from stratagem._caller import calling_line, warn_caller
 from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import PeerAborted, Signals
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
-from stratagem.errors import NonFiniteGradientError, ReplicaError, StratagemWarning, StrategyError
+from stratagem.errors import NonFiniteGradientError, ReplicaError, StratagemError, StratagemWarning, StrategyError
 from stratagem.replicas import values
 from stratagem.replicas.functions import FunctionCache
 from stratagem.replicas.group import Failure, Replica, ReplicaGroup, raise_first
 from stratagem.replicas.heap import freed_memory_kept
+from stratagem.replicas.interrupts import Interrupts
 from stratagem.replicas.memory import Region
 from stratagem.replicas.seat import seated
 from stratagem.strategies import in_child
@@ -134,32 +136,46 @@ class LocalReplicas:
         self._num_runs += 1
         counts = values.counts_of(args, kwargs)
         call = Run(self._num_runs, counts, self._new_seed(), self.distribution.changes(), own.copies.take_written())
-        self._send(call, function, args, kwargs)
-        # A child that fails before it has begun to run cannot end the waits of the others itself.
-        self._group.on_failure = own.signals.abort
+        self._group.run_number = self._num_runs
+        with Interrupts() as interrupts:
+            self._send(call, function, args, kwargs)
+            # A child that fails before it has begun to run cannot end the waits of the others itself.
+            self._group.on_failure = own.signals.abort
+            try:
+                error, result = self._run_here(own, interrupts, call, function, args, kwargs)
+                if error is None:
+                    # While the others finish: the state is the same in all, and after a failure it is forgotten.
+                    self.distribution.note_state()
+                    own.copies.note_state()
+                    self._random_state = torch.get_rng_state()
+                answers = self._collect(interrupts)
+            finally:
+                self._group.on_failure = _nothing
+            failures = self._causes()
+            if error is not None or failures or own.signals.aborted:
+                self._forget_results(answers)
+                self.forget_functions()
+                own.signals.reset()
+                self._disconnect(own)
+                self.distribution.forget_state(own)
+                raise_first(error, failures)
+            if own.unsettled or any(answer.unsettled for answer in answers):
+                self._publish_written(own)
         try:
-            error, result = self._run_here(own, call, function, args, kwargs)
-            if error is None:
-                # While the others finish: the state is the same in all, and after a failure it is forgotten.
-                self.distribution.note_state()
-                own.copies.note_state()
-                self._random_state = torch.get_rng_state()
-            answers = self._collect()
-        finally:
-            self._group.on_failure = _nothing
-        failures = self._causes()
-        if error is not None or failures or own.signals.aborted:
-            self.forget_functions()
-            own.signals.reset()
-            self._disconnect(own)
-            self.distribution.forget_state(own)
-            raise_first(error, failures)
-        if own.unsettled or any(answer.unsettled for answer in answers):
-            self._publish_written(own)
-        self._judge_gradients(own)
-        self._stragglers.note([own.busy_s, *(answer.busy_s for answer in answers)], counts)
-        results = [result, *(answer.result for answer in answers)]
-        return values.join_results(results, counts, self._fetch, self._forget)
+            self._judge_gradients(own)
+            self._stragglers.note([own.busy_s, *(answer.busy_s for answer in answers)], counts)
+            results = [result, *(answer.result for answer in answers)]
+            return values.join_results(results, counts, self._fetch, self._forget)
+        except BaseException:
+            self._forget_results(answers)
+            raise
+
+    def _forget_results(self, answers: Sequence[Any]) -> None:
+        """Lets replicas drop what they keep for results that nobody will get."""
+        for rank, answer in enumerate(answers, start=1):
+            for leaf in pytree.tree_leaves(answer.result if isinstance(answer, in_child.Answer) else None):
+                if isinstance(leaf, values.Remote):
+                    self._forget(rank, leaf.number)
 
     def _publish_written(self, own: Runtime) -> None:
         """Lets all replicas make known what they wrote to after their last update."""
@@ -167,11 +183,12 @@ class LocalReplicas:
             self._group.call_all(in_child.publish_written, self.key)
             own.publish_written()
             self._group.collect()
+            raise_first(None, self._causes())
         except _Fatal as fatal:
-            self.end()
+            self.end(fatal.error)
             raise fatal.error from None
-        except BaseException:
-            self.end()
+        except BaseException as error:
+            self.end(error)
             raise
 
     def _send(self, call: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -196,10 +213,9 @@ class LocalReplicas:
                 ],
                 self.distribution.reference_in_run,
             )
-        except ReplicaError:
-            self.end()
-            raise
-        except BaseException:
+        except BaseException as error:
+            if self._group.is_sending or any(each.busy for each in self._group.replicas):  # some have it, others not
+                self.end(error)
             self.forget_functions()
             self._unwanted += unwanted
             raise
@@ -225,9 +241,10 @@ class LocalReplicas:
                     self.distribution.bring_state_home(self.runtime)
             self.end()
 
-    def end(self) -> None:
+    def end(self, cause: BaseException | None = None) -> None:
         """Ends the children at once; nothing can be run any more."""
-        self.closed_at = self.closed_at or calling_line()
+        because = f" because {type(cause).__name__}: {cause}" if isinstance(cause, StratagemError) else ""
+        self.closed_at = self.closed_at or calling_line() + because
         _open.discard(self)
         self._group.stop()
         if self.runtime is not None:
@@ -284,24 +301,32 @@ class LocalReplicas:
         return [each for each in self._group.failures() if not isinstance(each[1][0], PeerAborted)]
 
     def _run_here(
-        self, own: Runtime, call: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        own: Runtime,
+        interrupts: Interrupts,
+        call: Run,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[BaseException | None, Any]:
         try:
-            with seated(self._devices[0]) if len(self._devices) > 1 else contextlib.nullcontext():
+            with interrupts.allowed(), seated(self._devices[0]) if len(self._devices) > 1 else contextlib.nullcontext():
                 return None, own.execute(call, function, values.select(args, 0), values.select(kwargs, 0))
         except PeerAborted:
             return None, None
         except _Fatal as fatal:
-            self.end()
+            self.end(fatal.error)
             raise fatal.error from None
         except BaseException as error:
+            own.signals.abort()  # also if it came before the function began
             return error, None
 
-    def _collect(self) -> list[Any]:
+    def _collect(self, interrupts: Interrupts | None = None) -> list[Any]:
         try:
-            return self._group.collect()
-        except BaseException:
-            self.end()
+            with interrupts.allowed() if interrupts is not None else contextlib.nullcontext():
+                return self._group.collect()
+        except BaseException as error:
+            self.end(error)
             raise
 
     def _attend(self, waited_s: float, missing: list[int]) -> None:
@@ -327,7 +352,11 @@ class LocalReplicas:
 
     def _fetch(self, rank: int, number: int) -> Any:
         self.require_usable()
-        return self._group.ask(self._group.replicas[rank - 1], in_child.fetch, number)
+        try:
+            return self._group.ask(self._group.replicas[rank - 1], in_child.fetch, number)
+        except (KeyboardInterrupt, ReplicaError) as error:
+            self.end(error)
+            raise
 
     def _judge_gradients(self, own: Runtime) -> None:
         skipped = own.take_skipped()

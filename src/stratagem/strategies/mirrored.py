@@ -11,7 +11,7 @@ from stratagem.errors import StrategyError
 from stratagem.strategies import context
 from stratagem.strategies.local_replicas import LocalReplicas
 from stratagem.strategies.runtime import Settings
-from stratagem.strategies.strategy import Strategy, require_adoptable, require_call
+from stratagem.strategies.strategy import Strategy, require_call
 
 
 @final
@@ -76,11 +76,7 @@ class MirroredStrategy(Strategy):
         require_call(fn, args, kwargs)
         return self._replicas.run(fn, tuple(args), dict(kwargs or {}))
 
-    def adopt(self, *objects: Any) -> None:
-        """Distributes modules and optimizers that were made outside the scope."""
-        context.require_controller("strategy.adopt()")
-        self._require_usable()
-        require_adoptable(objects)
+    def take(self, objects: Sequence[Any]) -> None:
         self._replicas.distribution.tracker.note(*objects)
 
     def close(self) -> None:

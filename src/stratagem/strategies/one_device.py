@@ -1,7 +1,7 @@
 """One device, no replicas to agree with: the reference that every other strategy must equal."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -15,7 +15,7 @@ from stratagem.errors import StrategyError
 from stratagem.replicas import values
 from stratagem.strategies import context
 from stratagem.strategies.context import ReplicaContext
-from stratagem.strategies.strategy import Strategy, require_adoptable, require_call
+from stratagem.strategies.strategy import Strategy, require_call
 
 
 class _Alone(Strategy):
@@ -38,11 +38,8 @@ class _Alone(Strategy):
         finally:
             context.state.replicas.pop()
 
-    def adopt(self, *objects: Any) -> None:
+    def take(self, objects: Sequence[Any]) -> None:
         """Nothing needs to be distributed."""
-        context.require_controller("strategy.adopt()")
-        self._require_usable()
-        require_adoptable(objects)
 
     def close(self) -> None:
         context.require_controller("strategy.close()")

@@ -148,7 +148,7 @@ class PrivateCopies(Copies):
         self._gradients.end(syncing=syncing)
         self._runtime.signals.waited_s += time.monotonic() - start
         if syncing:
-            self.finite, self.culprits = self._gradients.finite, self._gradients.culprits
+            self.judge(self._gradients.culprits)
 
     def abandon_backward(self) -> None:
         if self._gradients.abandon() and self.link is not None:

@@ -11,7 +11,7 @@ import inspect
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -70,6 +70,7 @@ class Run:
         seed: The seed of the controller's random numbers, if it has changed.
         changes: What the controller changed in distributed objects, besides tensors.
         written: The tensors that it wrote to, where they travel by value.
+        surroundings: What torch and the process are set to around the run.
     """
 
     number: int
@@ -77,6 +78,7 @@ class Run:
     seed: int | None
     changes: control.Snapshot
     written: Written
+    surroundings: control.Surroundings = dataclasses.field(default_factory=control.surroundings)
 
 
 @final
@@ -91,6 +93,7 @@ class Runtime:
         strategy: The strategy, as code in this replica sees it.
     """
 
+    @torch.inference_mode(mode=False)  # its tensors outlive the block in which a program may begin
     def __init__(self, rank: int, settings: Settings, meeting: Region, scratch: Region, strategy: Any) -> None:
         self.rank = rank
         self.strategy = strategy
@@ -167,7 +170,8 @@ class Runtime:
             self_._opt_called = True
             if update is not None:
                 return update.step(closure)
-            if closure is None and not self.may_update():
+            parameters = [each for group in self_.param_groups for each in group["params"]]
+            if closure is None and not self.may_update(parameters):
                 return None
             return whole(self_) if closure is None else whole(self_, closure)
 
@@ -204,9 +208,11 @@ class Runtime:
         self.signals.enter(run.number)
         context.state.replicas.append(ReplicaContext(self.rank, self.collective, self.strategy))
         context.current_runs.append(self)
+        buffers = self._held_buffers()
         try:
             args, kwargs = self._brought(values.load_deferred((args, kwargs)), self.device)
             result = self._brought(function(*args, **kwargs), torch.device("cpu"))
+            self._take_in_buffers(buffers)
             self._finish()
             self.busy_s = time.monotonic() - start - (self.signals.waited_s - waited_s)
             self.signals.leave()
@@ -215,6 +221,7 @@ class Runtime:
                 self.signals.abort()
             raise
         finally:
+            self.signals.enter(0)  # who meets after the run waits for those that have left it
             context.current_runs.pop()
             context.state.replicas.pop()
         if self._num_early_runs:
@@ -263,13 +270,27 @@ class Runtime:
             for output, start in zip(outputs, starts, strict=True)
         ]
 
-    def may_update(self) -> bool:
-        """Whether the gradients of this step are fit to be applied; the same in every replica."""
-        if self.copies.finite or self.settings.on_nonfinite == "apply":
+    def may_update(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether the gradients of these parameters are fit to be applied; the same in every replica."""
+        if self.settings.on_nonfinite == "apply" or self.copies.are_finite(parameters):
             self.updated = True
             return True
         self._skipped = self.copies.culprits
         return False
+
+    @contextlib.contextmanager
+    def split_update(self, parameters: Iterable[torch.Tensor], *, checked: bool = False) -> Iterator[bool]:
+        """Around an update of which each replica does its own part, seen by all afterwards.
+
+        Args:
+            parameters: All that are updated.
+            checked: Whether their gradients are known to be finite.
+        Yields:
+            Whether to update.
+        """
+        self.copies.publish_written()
+        yield checked or self.may_update(parameters)
+        self.signals.barrier()
 
     def take_skipped(self) -> list[tuple[int, str]]:
         """The replicas and parameters whose gradients made this run skip an update."""
@@ -286,6 +307,25 @@ class Runtime:
             return value
         return pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), value)
 
+    def _held_buffers(self) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
+        return [
+            (module, key, buffer)
+            for module in self.distributed()
+            if isinstance(module, torch.nn.Module)
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def _take_in_buffers(self, held: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:
+        """Takes in what the function gave modules in new tensors (`self.mean = ...`), as if it had been written."""
+        for module, key, buffer in held:
+            new = module._buffers.get(key)
+            if new is None or new is buffer or _form(new) != _form(buffer):
+                continue
+            buffer.copy_(new.clone())  # it may be a view of the buffer itself
+            module._buffers[key] = buffer
+
     def _finish(self) -> None:
         """Brings everything that a run may have changed to one state in all replicas."""
         self.unsettled = self.settings.size > 1 and self.copies.settle(self._share)
@@ -294,6 +334,10 @@ class Runtime:
 def _have_cores_of_their_own(devices: Sequence[LogicalDevice]) -> bool:
     cores = [core for device in devices for core in device.cores]
     return all(device.cores for device in devices) and len(set(cores)) == len(cores)
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _follow(optimizer: torch.optim.Optimizer) -> None:

@@ -5,15 +5,15 @@ its own view of the pages, and the mean of buffers.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
 
-from stratagem.collectives.exchange import Exchange
+from stratagem.collectives.exchange import Exchange, chunk_of
 from stratagem.replicas.memory import Region
-from stratagem.replicas.variables import Store
+from stratagem.replicas.variables import Placement, Store
 from stratagem.strategies.copies import BUFFERS_FLAG, WRITTEN_FLAG, Copies, Written
 from stratagem.strategies.gradients import GradientStore, GradientSync
 from stratagem.strategies.updates import SplitUpdate, can_be_split
@@ -27,8 +27,16 @@ class SharedVariables:
     """The memory behind some distributed tensors."""
 
     store: Store
-    slots: Region | None
-    total: Region | None
+    are_parameters: bool
+    exchange: "ExchangeMemory | None" = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeMemory:
+    """The memory in which the gradients of a store are summed; only stores that need gradients have it."""
+
+    slots: Region
+    total: Region
 
 
 @final
@@ -46,21 +54,26 @@ class SharedCopies(Copies):
         self._parameters: list[Store] = []
         self._buffers: list[Store] = []
         self._gradients = GradientSync(runtime)
+        self._where: dict[int, tuple[Store, Placement]] = {}
+        self._gradient_marks: dict[int, Any] = {}
+        self._failed = False
 
     def place(self, named: Sequence[tuple[int, torch.Tensor]], labels: Mapping[int, str]) -> list[SharedVariables]:
         """Moves tensors into shared memory, those of one dtype together."""
+        kinds: dict[tuple[bool, bool, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+        for name, tensor in named:
+            kind = isinstance(tensor, torch.nn.Parameter), tensor.requires_grad, tensor.dtype
+            kinds.setdefault(kind, []).append((name, tensor))
         placed = []
-        for is_parameter in (True, False):
-            kind = [each for each in named if isinstance(each[1], torch.nn.Parameter) == is_parameter]
-            for dtype in dict.fromkeys(tensor.dtype for _, tensor in kind):
-                chosen = [each for each in kind if each[1].dtype == dtype]
-                store = Store.take_in(chosen, dtype, labels)
-                slots = total = None
-                if is_parameter:
-                    num_bytes = Exchange.num_slot_bytes(store.num_elements, len(chosen), dtype, self._signals.size)
-                    slots, total = Region.create(num_bytes), Region.create(store.region.num_bytes)
-                placed.append(SharedVariables(store, slots, total))
+        for (are_parameters, need_gradients, dtype), chosen in kinds.items():
+            store = Store.take_in(chosen, dtype, labels)
+            exchange = self._exchange_memory(store) if are_parameters and need_gradients else None
+            placed.append(SharedVariables(store, are_parameters, exchange))
         return placed
+
+    def _exchange_memory(self, store: Store) -> ExchangeMemory:
+        num_bytes = Exchange.num_slot_bytes(store.num_elements, len(store.placements), store.dtype, self._signals.size)
+        return ExchangeMemory(Region.create(num_bytes), Region.create(store.region.num_bytes))
 
     def build(self, placed: SharedVariables) -> dict[int, torch.Tensor]:
         store = placed.store
@@ -70,12 +83,16 @@ class SharedCopies(Copies):
 
     def add(self, placed: SharedVariables, tensors: Mapping[int, torch.Tensor]) -> None:
         store = placed.store
-        if placed.slots is None or placed.total is None:
+        if not placed.are_parameters:
             self._buffers.append(store)
             return
         self._parameters.append(store)
+        if placed.exchange is not None:
+            self._exchange_gradients(store, placed.exchange)
+
+    def _exchange_gradients(self, store: Store, memory: ExchangeMemory) -> None:
         segments = [(placement.offset, placement.numel) for placement in store.placements]
-        exchange = Exchange(placed.slots, placed.total, store.dtype, segments, store.num_elements, self._signals)
+        exchange = Exchange(memory.slots, memory.total, store.dtype, segments, store.num_elements, self._signals)
         self._gradients.stores.append(GradientStore(store, exchange))
 
     def drop(self, names: set[int]) -> None:
@@ -84,6 +101,7 @@ class SharedCopies(Copies):
             for store in [each for each in stores if _is_gone(each, names)]:
                 stores.remove(store)
                 self._gradients.stores = [each for each in self._gradients.stores if each.store is not store]
+                self._where = {}
 
     def parameters(self) -> list[torch.Tensor]:
         return [tensor for store in self._parameters for tensor in store.tensors if tensor is not None]
@@ -92,33 +110,95 @@ class SharedCopies(Copies):
         return SplitUpdate(optimizer, self._parameters, self._runtime) if can_be_split(optimizer) else None
 
     def take_written(self) -> Written:
-        """Nothing travels: the pages that the controller wrote to become everyone's."""
+        """No value travels but gradients: the pages that the controller wrote to become everyone's."""
         for store in (*self._parameters, *self._buffers):
             store.bring_back()
             store.region.publish(store.region.written_pages())
-        return Written()
+        failed, self._failed = self._failed, False
+        return Written(gradients=self._changed_gradients(), exchanges=self._new_exchanges(), after_failure=failed)
+
+    def _changed_gradients(self) -> dict[int, torch.Tensor | None]:
+        """What the controller did to gradients between two runs: most often it dropped them."""
+        changed: dict[int, torch.Tensor | None] = {}
+        for name, parameter in self._named():
+            if self._gradient_marks.get(name, _NO_GRADIENT) != _mark(parameter.grad) and not _is_sparse(parameter.grad):
+                changed[name] = None if parameter.grad is None else parameter.grad.detach()
+        self._take_as_summed(changed)
+        return changed
+
+    def _take_as_summed(self, names: Iterable[int]) -> None:
+        for store in self._gradients.stores if names else ():
+            store.take_as_summed(names)
+
+    def _named(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The parameters that still exist, by name."""
+        for store in self._parameters:
+            for tensor, placement in zip(store.tensors, store.placements, strict=True):
+                if tensor is not None:
+                    yield placement.name, tensor
+
+    def _new_exchanges(self) -> list[tuple[int, ExchangeMemory]]:
+        """Memory for the gradients of parameters that were frozen until now."""
+        have = {id(each.store) for each in self._gradients.stores}
+        new = []
+        for number, store in enumerate(self._parameters):
+            if id(store) not in have and any(each is not None and each.requires_grad for each in store.tensors):
+                new.append((number, self._exchange_memory(store)))
+                self._exchange_gradients(store, new[-1][1])
+        return new
 
     def receive(self, written: Written) -> None:
-        """Nothing has travelled."""
+        if written.after_failure:
+            for store in (*self._parameters, *self._buffers):
+                store.region.drop(store.region.written_pages())
+        for number, memory in written.exchanges:
+            self._exchange_gradients(self._parameters[number], memory)
+        if written.gradients:
+            tensors = dict(self._named())
+            for name, gradient in written.gradients.items():
+                tensors[name].grad = gradient
+            self._take_as_summed(written.gradients)
+
+    def own_part(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        store, placement = self._find(tensor)
+        start, end = chunk_of(self._signals.rank, self._signals.size, store.num_elements)
+        first, last = max(0, start - placement.offset), min(placement.numel, end - placement.offset)
+        return first, max(first, last)
+
+    def shared_part(self, tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        store, placement = self._find(tensor)
+        return store.shared[placement.offset + first : placement.offset + last]
+
+    def _find(self, tensor: torch.Tensor) -> tuple[Store, Placement]:
+        """Where a tensor lies."""
+        if id(tensor) not in self._where:
+            self._where = {
+                id(each): (store, placement)
+                for store in self._parameters
+                for each, placement in zip(store.tensors, store.placements, strict=True)
+                if each is not None
+            }
+        return self._where[id(tensor)]
 
     def note_state(self) -> None:
-        """The pages are the state."""
+        self._gradient_marks = {name: _mark(parameter.grad) for name, parameter in self._named()}
 
     def forget_state(self) -> None:
-        """The pages are the state."""
+        self._gradient_marks = {}
+        self._failed = True
 
     def begin_backward(self, *, syncing: bool) -> None:
-        if syncing:
-            for store in self._gradients.stores:
-                store.set_aside()
+        self._gradients.begin()
 
     def end_backward(self, *, syncing: bool) -> None:
         if syncing:
             self._gradients.sum()
-            self.finite, self.culprits = self._gradients.finite, self._gradients.culprits
+            self.judge(self._gradients.culprits)
+        else:
+            self._gradients.keep()
 
     def abandon_backward(self) -> None:
-        """Nothing has been begun."""
+        self._gradients.abandon()
 
     def publish_written(self) -> None:
         """Also the point where all replicas have come: nobody reads parameters that others now update."""
@@ -153,7 +233,8 @@ class SharedCopies(Copies):
         for store, pages in zip(self._buffers, written, strict=True):
             if store.private.is_floating_point():
                 # The change is averaged, not the value: what nobody changed stays as it is to the last bit.
-                change = store.private.double() - store.shared.double()
+                same = (store.private == store.shared) | (store.private.isnan() & store.shared.isnan())
+                change = (store.private.double() - store.shared.double()).masked_fill_(same, 0.0)
                 mean = store.shared.double() + collective.all_reduce(
                     change * share if share else torch.zeros_like(change)
                 )
@@ -167,6 +248,22 @@ class SharedCopies(Copies):
 
     def close(self) -> None:
         """Tensors that are still used keep their memory."""
+
+
+def _mark(gradient: torch.Tensor | None) -> Any:
+    """Differs when a gradient has been replaced or written to."""
+    if gradient is None:
+        return _NO_GRADIENT
+    address = gradient.data_ptr() if gradient.layout == torch.strided else id(gradient)
+    return address, gradient._version
+
+
+def _is_sparse(gradient: torch.Tensor | None) -> bool:
+    """Whether it is of the kind that no sum takes: the next pass says so."""
+    return gradient is not None and gradient.layout != torch.strided
+
+
+_NO_GRADIENT = ()
 
 
 def _any(written: Sequence[np.ndarray]) -> int:

@@ -9,8 +9,8 @@ from stratagem._caller import warn_caller
 from stratagem.errors import StratagemWarning
 
 _RATIO = 2.0
-_LEAST_DIFFERENCE_S = 0.005
-_NUM_RUNS = 5
+_LEAST_DIFFERENCE_S = 0.02
+_NUM_RUNS = 20
 _PERIOD_S = 60.0
 
 

@@ -6,13 +6,13 @@ replicas agree is each strategy's own.
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from stratagem import inputs
+from stratagem import _integrations, inputs
 from stratagem.devices.device import LogicalDevice
 from stratagem.errors import StrategyError
 from stratagem.replicas import values
@@ -96,9 +96,26 @@ class Strategy(ABC):
         """The same for a function that makes the batches of single replicas, given its `InputContext`."""
         return inputs.distribute_from_function(fn, self)
 
+    def adopt(self, *objects: Any) -> None:
+        """Distributes modules and optimizers that were made outside the scope."""
+        context.require_controller("strategy.adopt()")
+        self._require_usable()
+        require_adoptable(objects)
+        self.take(objects)
+
+    @abstractmethod
+    def take(self, objects: Sequence[Any]) -> None:
+        """Distributes objects of any kind; for parts of the library that know them."""
+
     @abstractmethod
     def call_in_children(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Calls a function of the library in every child; nothing once the strategy is closed."""
+
+    def global_batch_size(self, per_replica_batch_size: int) -> int:
+        """The global batch that gives every replica so many examples."""
+        if not isinstance(per_replica_batch_size, int) or per_replica_batch_size < 1:
+            raise StrategyError(f"a batch has a whole number of examples from 1 up, got {per_replica_batch_size!r}")
+        return per_replica_batch_size * self.num_replicas_in_sync
 
     def reduce(self, op: str, value: Any, *, weighted: bool = True) -> Any:
         """One value of the values of all replicas.
@@ -163,11 +180,13 @@ class Strategy(ABC):
                 f"scope of {type(self).__name__} entered inside the scope of another {type(outer).__name__}; "
                 f"leave that scope first"
             )
+        _integrations.connect()
         context.state.scopes.append(self)
         try:
             yield self
         finally:
             context.state.scopes.pop()
+            _integrations.connect()
 
 
 def require_call(fn: Any, args: Any, kwargs: Any) -> None:

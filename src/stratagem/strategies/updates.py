@@ -89,10 +89,14 @@ class SplitUpdate:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._runtime.publish_written()
-        if self._runtime.may_update():
-            self._update()
-        self._runtime.signals.barrier()
+        optimizer = self.optimizer
+        for hook in optimizer._optimizer_step_pre_hooks.values():
+            hook(optimizer, (), {})
+        with self._runtime.split_update(_parameters(optimizer)) as may_update:
+            if may_update:
+                self._update()
+        for hook in optimizer._optimizer_step_post_hooks.values():
+            hook(optimizer, (), {})
         return loss
 
     def _update(self) -> None:
@@ -112,6 +116,8 @@ class SplitUpdate:
             part.grad = gradient.as_strided((last - first,), (1,), gradient.storage_offset() + first)
         with torch.no_grad():
             self._bare_step(self.inner)
+        # Written through another view: autograd must still notice that the values it saved are gone.
+        torch.autograd.graph.increment_version([each for each in parameters if each.grad is not None])
 
     def _build(self) -> None:
         """Makes the inner optimizer over this replica's chunk, keeping the state that it has."""

@@ -1,0 +1,1 @@
+"""Training without writing the loop: Keras fit, Estimator, moving averages, checkpoints."""

@@ -1,0 +1,397 @@
+"""Averages: of weights over time (`ExponentialMovingAverage`), and of gradients over towers.
+
+Owns the averages, which are buffers of modules: those made in a scope are distributed like any other buffers. How
+they come to the replicas and back is up to `strategies`.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+
+from stratagem.errors import StrategyError
+from stratagem.strategies import context
+
+Variables = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Iterable[tuple[str | None, torch.Tensor]]
+Count = int | torch.Tensor | Callable[[], Any]
+
+_UNFILLED = "unfilled"
+
+
+@final
+class ExponentialMovingAverage(torch.nn.Module):
+    """Keeps an average of each variable in which older values count less and less, as `tf.train` has it.
+
+    The first `apply` takes the values as they are; each later one makes every average
+    `decay * average + (1 - decay) * value`. To apply it in a function that is run, make it and call `track` in the
+    scope, where the model is made; every replica then has the same averages, and so has the main program after the
+    run. Between runs `apply` needs no preparation.
+
+    Args:
+        decay: How much of the average stays, from 0 to 1; 0.999 is usual.
+        num_updates: How many updates there have been: a number, a tensor of one number, or a function. The decay is
+            then at most `(1 + num_updates) / (10 + num_updates)`, so that early averages follow quickly. In a run
+            a function's answer in replica 0 counts for all.
+        zero_debias: Averages begin at zero instead of the first values, and are divided by what the decays so far
+            leave of a one, `1 - decay ** t`: all values count by their age alone, also the first.
+    Raises:
+        StrategyError: `decay` or `num_updates` is out of range.
+    Example:
+        >>> weight = torch.tensor([1.0])
+        >>> ema = ExponentialMovingAverage(0.75).apply([("weight", weight)])
+        >>> _ = weight.fill_(5.0)
+        >>> ema.apply().average(weight)
+        tensor([2.])
+    """
+
+    decay: float
+    num_updates: Count | None
+
+    def __init__(self, decay: float, num_updates: Count | None = None, zero_debias: bool = False) -> None:
+        super().__init__()
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
+            raise StrategyError(f"decay is a number from 0 to 1, got {decay!r}; 0.999 is usual")
+        if zero_debias and decay == 1:
+            raise StrategyError("with zero_debias decay is below 1, got 1: the average would stay zero for ever")
+        if num_updates is not None and not callable(num_updates):
+            _checked_count(num_updates)
+        self.decay = float(decay)
+        self.zero_debias = bool(zero_debias)
+        if isinstance(num_updates, torch.Tensor):
+            # As a buffer it is distributed, so that every replica sees how the program counts it up.
+            self.register_buffer("num_updates", num_updates, persistent=False)
+        else:
+            self.num_updates = num_updates
+
+    def track(self, variables: Variables) -> "ExponentialMovingAverage":
+        """Makes room for the averages of variables; in a scope, so that they are distributed. Returns itself.
+
+        Args:
+            variables: A module, whose parameters are meant, or tensors, or pairs of name and tensor.
+        Example:
+            >>> ema = ExponentialMovingAverage(0.99).track(torch.nn.Linear(2, 1))
+            >>> list(ema.state_dict())
+            ['weight/ExponentialMovingAverage', 'bias/ExponentialMovingAverage', 'unfilled']
+        """
+        known = self._known()
+        new = {id(each): (name, each) for name, each in _named(variables) if id(each) not in known}
+        if not new:
+            return self
+        replica = context.get_replica_context()
+        if replica is not None:
+            name, variable = next(iter(new.values()))
+            raise StrategyError(
+                f"averages are made in the main program, but replica {replica.replica_id_in_sync_group} met "
+                f"{len(new)} variable(s) without one (first: {name or 'a tensor'!r} of shape {tuple(variable.shape)}); "
+                f"make them before the run:\n"
+                f"    with strategy.scope():\n"
+                f"        ema = sg.ExponentialMovingAverage({self.decay}).track(model)"
+            )
+        taken = [name for group in self._groups() for name in group.names]
+        for name, _ in new.values():
+            taken.append(_unique(str(len(taken)) if name is None else name, taken))
+        group = _Shadows(taken[-len(new) :], [variable for _, variable in new.values()])
+        self.add_module(f"shadows/{len(self._modules)}", group)
+        for runtime in context.open_runtimes:
+            if any(each is self for each in runtime.distributed()):
+                runtime.strategy.adopt(group)  # the replicas have this object already, and get what it now holds
+        return self
+
+    def apply(self, variables: Any = None) -> "ExponentialMovingAverage":
+        """Moves the averages towards the values that the variables have now. Returns itself.
+
+        Args:
+            variables: As for `track`, which is done for new ones; by default all that have an average.
+        Raises:
+            StrategyError: In a run, a variable has no average yet.
+        """
+        if callable(variables) and not isinstance(variables, torch.nn.Module):
+            return super().apply(variables)  # a model that holds this one calls a function on all of its modules
+        if variables is None:
+            chosen = list(self._known().values())
+            if not chosen:
+                raise StrategyError("nothing is averaged yet; give apply a module or tensors the first time")
+        else:
+            named = list(_named(variables))
+            known = self.track(named)._known()
+            chosen = list({id(each): known[id(each)] for _, each in named}.values())
+        decay, weights = self._current_decay(), defaultdict(list)
+        for group, index in chosen:
+            unfilled = group.unfilled[index]
+            # The division by what the decays leave, worked into the weight: the average itself is what is kept.
+            weight = 1.0 if unfilled == 1 else (1 - decay) / (1 - decay * unfilled)
+            group.unfilled[index] = decay * unfilled if self.zero_debias else 0.0
+            weights[weight].append((group.shadow(index), group.variables[index].detach()))
+        with torch.no_grad():
+            for weight, pairs in weights.items():
+                shadows, values = [shadow for shadow, _ in pairs], [value.to(shadow) for shadow, value in pairs]
+                if weight == 1:
+                    torch._foreach_copy_(shadows, values)
+                else:
+                    torch._foreach_lerp_(shadows, values, weight)
+        return self
+
+    def average(self, variable: torch.Tensor) -> torch.Tensor:
+        """The average of a variable: the tensor that later calls of `apply` go on changing.
+
+        Raises:
+            StrategyError: `apply` has not been called for this variable.
+        """
+        group, index = self._find(variable)
+        if group.unfilled[index] == 1:
+            raise StrategyError(f"{group.names[index]!r} has no average yet; call apply first")
+        return group.shadow(index)
+
+    def average_name(self, variable: torch.Tensor | str) -> str:
+        """The name of a variable's average, in `state_dict` and `variables_to_restore`.
+
+        Args:
+            variable: A variable that has an average, or any name.
+        Example:
+            >>> ExponentialMovingAverage(0.9).average_name("layer.weight")
+            'layer.weight/ExponentialMovingAverage'
+        """
+        if isinstance(variable, torch.Tensor):
+            group, index = self._find(variable)
+            variable = group.names[index]
+        return f"{variable}/ExponentialMovingAverage"
+
+    def variables_to_restore(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """What to load a module from, so that it has averages for weights: names in a checkpoint, and the tensors.
+
+        Works before the first `apply`, for programs that only evaluate.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> ema = ExponentialMovingAverage(0.9).apply(model)
+            >>> saved = {**model.state_dict(), **ema.state_dict()}
+            >>> restored = torch.nn.Linear(2, 1)
+            >>> with torch.no_grad():
+            ...     for name, tensor in ExponentialMovingAverage(0.9).variables_to_restore(restored).items():
+            ...         _ = tensor.copy_(saved[name])
+            >>> torch.equal(restored.weight, model.weight)
+            True
+        """
+        names = {id(each): name for name, each in _named(module)}
+        names |= {key: group.names[index] for key, (group, index) in self._known().items() if key in names}
+        return {
+            self.average_name(str(names[id(each)])) if id(each) in names else name: each
+            for name, each in module.state_dict(keep_vars=True).items()
+            if isinstance(each, torch.Tensor)
+        }
+
+    @contextlib.contextmanager
+    def swapped(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        """Inside the block, which is for evaluation, the module has its averages for weights; then its own again.
+
+        Example:
+            >>> model = torch.nn.Linear(1, 1)
+            >>> ema = ExponentialMovingAverage(0.5).apply(model)
+            >>> _ = torch.nn.init.zeros_(model.weight)
+            >>> with ema.swapped(model):
+            ...     print(bool(model.weight.any()))
+            True
+            >>> bool(model.weight.any())
+            False
+        """
+        known = self._known()
+        averaged = [each for _, each in _named(module) if id(each) in known]
+        if not averaged:
+            raise StrategyError(f"{type(module).__name__} has no averages yet; call apply(model) first")
+        averages = [self.average(each) for each in averaged]
+        own = [each.detach().clone() for each in averaged]
+        try:
+            _write(averaged, averages)
+            yield module
+        finally:
+            _write(averaged, own)
+
+    def _current_decay(self) -> float:
+        if self.num_updates is None:
+            return self.decay
+        if not callable(self.num_updates):
+            count = _checked_count(self.num_updates)
+        else:
+            count = _checked_count(self.num_updates())
+            replica = context.get_replica_context()
+            if replica is not None and replica.num_replicas_in_sync > 1:
+                # Other replicas have a copy of the function, which does not see what the program counts.
+                count = float(replica.all_gather(torch.tensor([count], dtype=torch.float64))[0])
+        return min(self.decay, (1 + count) / (10 + count))
+
+    def _groups(self) -> "list[_Shadows]":
+        return [each for each in self._modules.values() if isinstance(each, _Shadows)]
+
+    def _known(self) -> "dict[int, tuple[_Shadows, int]]":
+        """Where the average of each variable is, by the variable's identity in this process."""
+        places = [(group, index) for group in self._groups() for index in range(len(group.variables))]
+        return {id(group.variables[index]): (group, index) for group, index in places}
+
+    def _find(self, variable: torch.Tensor) -> "tuple[_Shadows, int]":
+        found = self._known().get(id(variable))
+        if found is None:
+            names = [name for group in self._groups() for name in group.names]
+            form = f"of shape {tuple(variable.shape)}" if isinstance(variable, torch.Tensor) else repr(variable)
+            raise StrategyError(
+                f"no average of this variable ({type(variable).__name__} {form}); "
+                + (f"there are those of {', '.join(map(repr, names))}" if names else "call apply first")
+            )
+        return found
+
+    def _by_name(self) -> "dict[str, tuple[_Shadows, int]]":
+        return {group.names[index]: (group, index) for group, index in self._known().values()}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        named = self._by_name()
+        for name, (group, index) in named.items():
+            shadow = group.shadow(index)
+            destination[prefix + self.average_name(name)] = shadow if keep_vars else shadow.detach()
+        # In the order of the names: who loads may have met the variables in another order.
+        rest = [group.unfilled[index] for _, (group, index) in sorted(named.items())]
+        destination[prefix + _UNFILLED] = torch.tensor(rest, dtype=torch.float64, device="cpu")
+
+    def _load_from_state_dict(self, state: Any, prefix: str, _: Any, strict: bool, *reports: list[str]) -> None:
+        missing, unexpected, errors = reports
+        named = self._by_name()
+        keys = {prefix + self.average_name(name): place for name, place in named.items()}
+        wanted = [*keys, prefix + _UNFILLED]
+        missing += [key for key in wanted if key not in state]
+        unexpected += [key for key in state if key.startswith(prefix) and key not in wanted]
+        for key, (group, index) in keys.items():
+            shadow, value = group.shadow(index), state.get(key)
+            if value is not None and value.shape == shadow.shape:
+                shadow.copy_(value.detach())
+            elif value is not None:
+                errors.append(f"{key!r} has shape {tuple(value.shape)}, the variable {tuple(shadow.shape)}")
+        rest = state.get(prefix + _UNFILLED, torch.ones(len(named))).tolist()
+        if len(rest) != len(named):
+            hint = "" if named else "; call track(model) before load_state_dict"
+            errors.append(f"the state is that of {len(rest)} averages, here are {len(named)}{hint}")
+            return
+        for (_, (group, index)), unfilled in zip(sorted(named.items()), rest, strict=True):
+            group.unfilled[index] = unfilled
+
+
+@final
+class _Shadows(torch.nn.Module):
+    """The averages of variables that were met together.
+
+    Names and `unfilled` are plain values, so that replicas are told when the main program changes them; the
+    variables travel as references, and are the replica's own in each replica.
+    """
+
+    def __init__(self, names: Sequence[str], variables: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.names = tuple(names)
+        self.variables = tuple(variables)
+        # What of each average is not made of values yet: all before the first, then none; or with zero_debias the
+        # product of all decays.
+        self.unfilled = [1.0] * len(names)
+        for index, variable in enumerate(variables):
+            self.register_buffer(str(index), variable.detach().clone(), persistent=False)
+
+    def shadow(self, index: int) -> torch.Tensor:
+        return self.get_buffer(str(index))
+
+
+def average_gradients(
+    tower_grads: Iterable[Iterable[tuple[torch.Tensor | None, torch.Tensor]]],
+) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
+    """The mean gradient of each variable that several towers share, as in TensorFlow's multi-tower examples.
+
+    A strategy does this by itself; it is for programs that place towers on devices by hand.
+
+    Args:
+        tower_grads: For each tower its pairs of gradient and variable, in the same order.
+    Returns:
+        The mean gradient, where the first tower's is, and the variable, for each; no gradient in all towers stays none.
+    Raises:
+        StrategyError: Towers have different variables, or a gradient that others do not have.
+    Example:
+        >>> weight = torch.zeros(2)
+        >>> average_gradients([[(torch.ones(2), weight)], [(torch.full((2,), 3.0), weight)]])
+        [(tensor([2., 2.]), tensor([0., 0.]))]
+    """
+    towers = [list(tower) for tower in tower_grads]
+    if not towers:
+        raise StrategyError("average_gradients needs the gradients of one tower or more, got an empty list")
+    for number, tower in enumerate(towers):
+        if wrong := [each for each in tower if not isinstance(each, tuple | list) or len(each) != 2]:
+            kind = type(wrong[0]).__name__
+            raise StrategyError(f"a tower has pairs of gradient and variable, tower {number} has a {kind}")
+        if len(tower) != len(towers[0]):
+            lengths = f"tower 0 has {len(towers[0])} and tower {number} has {len(tower)}"
+            raise StrategyError(f"towers have the same variables, but {lengths}")
+    return [_mean_gradient(index, pairs) for index, pairs in enumerate(zip(*towers, strict=True))]
+
+
+def _mean_gradient(index: int, pairs: Sequence[tuple[Any, torch.Tensor]]) -> tuple[torch.Tensor | None, torch.Tensor]:
+    variable, gradients = pairs[0][1], [gradient for gradient, _ in pairs]
+    what = f"variable {index} of shape {tuple(variable.shape)}"
+    for number, (gradient, other) in enumerate(pairs):
+        if other is not variable:
+            raise StrategyError(
+                f"towers share their variables, but {what} of tower 0 is another one in tower {number}, of shape "
+                f"{tuple(other.shape)}; give all towers the same variables in the same order"
+            )
+        if (gradient is None) != (gradients[0] is None):
+            having = [each for each, (found, _) in enumerate(pairs) if found is not None]
+            raise StrategyError(
+                f"{what} has a gradient in tower(s) {', '.join(map(str, having))} of {len(pairs)} only; let every "
+                f"tower use it, or give zeros where it is not used"
+            )
+        if gradient is not None and gradient.shape != variable.shape:
+            raise StrategyError(f"the gradient of {what} has shape {tuple(gradient.shape)} in tower {number}")
+    if gradients[0] is None:
+        return None, variable
+    here = [gradient.to(gradients[0].device) for gradient in gradients]
+    return functools.reduce(torch.add, here) / len(here), variable
+
+
+def _named(variables: Variables) -> Iterator[tuple[str | None, torch.Tensor]]:
+    """Variables with their names, where they have one; of a module the parameters that can be averaged."""
+    if isinstance(variables, torch.nn.Module):
+        yield from ((name, each) for name, each in variables.named_parameters() if _can_be_averaged(each))
+        return
+    several = isinstance(variables, Iterable) and not isinstance(variables, torch.Tensor)
+    for each in variables if several else [variables]:
+        name, variable = each if isinstance(each, tuple) and len(each) == 2 else (None, each)
+        if not isinstance(variable, torch.Tensor) or not isinstance(name, str | None):
+            raise StrategyError(
+                f"averages are of a module, of tensors, or of pairs of name and tensor, got {each!r}, a "
+                f"{type(each).__name__}"
+            )
+        if not _can_be_averaged(variable):
+            what = f"{name or 'a tensor'!r} of shape {tuple(variable.shape)}"
+            raise StrategyError(f"averages are of floating-point variables, got {what} and type {variable.dtype}")
+        yield name, variable
+
+
+def _can_be_averaged(variable: torch.Tensor) -> bool:
+    return variable.is_floating_point() or variable.is_complex()
+
+
+def _unique(name: str, taken: Sequence[str]) -> str:
+    """The name, with a number where another variable has it already, as TensorFlow does."""
+    numbered = (f"{name}_{number}" for number in itertools.count(1))
+    return next(each for each in itertools.chain([name], numbered) if each not in taken)
+
+
+def _checked_count(count: Any) -> float:
+    if isinstance(count, torch.Tensor) and count.numel() == 1:
+        count = count.item()
+    if isinstance(count, bool) or not isinstance(count, int | float) or not count >= 0:
+        raise StrategyError(
+            f"num_updates is a number from 0 up, a tensor of one, or a function that gives one; got {count!r}"
+        )
+    return float(count)
+
+
+@torch.no_grad()
+def _write(variables: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.copy_(value)

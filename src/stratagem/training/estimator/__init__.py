@@ -1,0 +1,1 @@
+"""Trains, evaluates and uses models that a function describes, with checkpoints."""

@@ -1,0 +1,122 @@
+"""Brings the batches of an input function to the replicas, and knows how far it has come.
+
+Owns the passes over the data, the position that a checkpoint keeps and the way back to it. How a
+batch is divided is the strategy's.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, final
+
+from stratagem.errors import StrategyError
+from stratagem.inputs.loading import random_state_kept
+from stratagem.replicas import values
+from stratagem.strategies.strategy import Strategy
+from stratagem.training.estimator import random_state
+from stratagem.training.estimator.checks import EstimatorError, accepted
+from stratagem.training.estimator.specs import Input
+
+
+@final
+class Feed:
+    """Global batches, one after the other, as (features, labels).
+
+    Args:
+        input_fn: The user's function.
+        available: What it may take as arguments.
+        strategy: Who divides the batches.
+        seed: Decides, with its number, the order of each pass.
+    """
+
+    def __init__(
+        self, input_fn: Callable[..., Any], available: Mapping[str, Any], strategy: Strategy, seed: int
+    ) -> None:
+        made = input_fn(**accepted(input_fn, "input_fn", available))
+        if made is None:
+            raise EstimatorError("input_fn returned nothing; it returns the data, or sg.estimator.Input(data, ...)")
+        self.spec = made if isinstance(made, Input) else Input(made)
+        try:
+            self._data = strategy.distribute(
+                self.spec.data, global_batch_size=self.spec.global_batch_size, shuffle=self.spec.shuffle
+            )
+        except StrategyError as error:
+            error.add_note(
+                "this came from input_fn; for a dataset, tensors or arrays let it return "
+                "sg.estimator.Input(data, global_batch_size=...)"
+            )
+            raise
+        self._epoch: Iterator[Any] | None = None
+        self._num_epochs = 0
+        self._num_batches = 0
+        self._seed = seed
+
+    def next(self) -> tuple[Any, Any] | None:
+        """The next global batch; `None` when the input has ended."""
+        batch = self._next()
+        while batch is None and self._num_batches and self._num_epochs + 1 != self.spec.num_epochs:
+            self._num_epochs += 1
+            self._epoch = None
+            batch = self._next()
+        return None if batch is None else _features_and_labels(batch)
+
+    def position(self) -> dict[str, Any]:
+        """Where the input is, for a checkpoint."""
+        return {"num_epochs": self._num_epochs, "num_batches": self._num_batches, "seed": self._seed}
+
+    def go_to(self, position: Mapping[str, Any]) -> bool:
+        """Passes over what had been used when a checkpoint was written; whether there is so much."""
+        for _ in range(position["num_epochs"]):
+            while self._next() is not None:
+                pass
+            if not self._num_batches:
+                return False
+            self._num_epochs += 1
+            self._epoch = None
+        while self._num_batches < position["num_batches"] or self._epoch is None:
+            if self._next() is None:
+                return False
+        return True
+
+    def close(self) -> None:
+        """Ends what works for the input in all replicas."""
+        self._close_epoch()
+        self._data.close()
+
+    def _next(self) -> Any:
+        """The next batch of this pass; `None` after its last."""
+        if self._epoch is None:
+            self._num_batches = 0
+            # The order of a pass is drawn with its first batch. It does not depend on what the training draws.
+            with random_state_kept():
+                random_state.seed(self._seed + self._num_epochs)
+                self._epoch = iter(self._data)
+                batch = next(self._epoch, None)
+        else:
+            batch = next(self._epoch, None)
+        if batch is not None:
+            self._num_batches += 1
+        return batch
+
+    def _close_epoch(self) -> None:
+        close = getattr(self._epoch, "close", None)
+        if close is not None:
+            close()
+        self._epoch = None
+
+
+def example_of(batch: Any) -> Any:
+    """The part of a batch that the first replica gets, as it is in that replica."""
+    return values.load_deferred(values.select(batch, 0))
+
+
+def num_examples_in(batch: Any) -> int:
+    """How many examples a global batch has."""
+    counts = values.counts_of(batch)
+    return sum(counts) if counts else 1
+
+
+def _features_and_labels(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, tuple | list):
+        return batch, None
+    if len(batch) not in (1, 2):
+        raise EstimatorError(f"a batch is features or (features, labels), got {len(batch)} parts; join some in a dict")
+    return batch[0], batch[1] if len(batch) == 2 else None

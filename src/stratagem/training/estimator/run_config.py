@@ -1,0 +1,85 @@
+"""How an Estimator runs: strategies, checkpoints, summaries."""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stratagem.strategies.strategy import Strategy
+from stratagem.training.estimator.checks import EstimatorError, described, require_count
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How an Estimator runs. The strategy comes from here alone; the model function knows none.
+
+    Args:
+        model_dir: Where checkpoints and summaries are kept, if the Estimator is not told.
+        random_seed: Seeds the generators whenever a model is built; `None` leaves them alone.
+        save_summary_steps: Writes summaries every so many steps; 0 writes none.
+        save_checkpoints_steps: Writes a checkpoint every so many steps.
+        save_checkpoints_secs: Writes a checkpoint every so many seconds; 600 unless steps are given.
+        keep_checkpoint_max: How many checkpoints are kept; 0 keeps all.
+        log_step_count_steps: Logs loss and speed every so many steps; 0 logs nothing.
+        train_distribute: The strategy that trains; by default the default strategy.
+        eval_distribute: The strategy that evaluates and predicts; by default the default strategy.
+    Raises:
+        EstimatorError: An argument is not one of its values.
+    """
+
+    model_dir: str | None = None
+    random_seed: int | None = None
+    save_summary_steps: int = 100
+    save_checkpoints_steps: int | None = None
+    save_checkpoints_secs: float | None = None
+    keep_checkpoint_max: int = 5
+    log_step_count_steps: int = 100
+    train_distribute: Strategy | None = None
+    eval_distribute: Strategy | None = None
+
+    def __post_init__(self) -> None:
+        if self.save_checkpoints_steps is not None and self.save_checkpoints_secs is not None:
+            raise EstimatorError(
+                f"checkpoints are written every so many steps or seconds, got save_checkpoints_steps="
+                f"{self.save_checkpoints_steps!r} and save_checkpoints_secs={self.save_checkpoints_secs!r}; give one"
+            )
+        if self.save_checkpoints_steps is not None:
+            require_count("save_checkpoints_steps", self.save_checkpoints_steps)
+        if self.save_checkpoints_secs is not None and not self.save_checkpoints_secs > 0:
+            raise EstimatorError(f"save_checkpoints_secs is more than 0, got {self.save_checkpoints_secs!r}")
+        for name in ("save_summary_steps", "keep_checkpoint_max", "log_step_count_steps"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise EstimatorError(f"{name} is an int, 0 or more, got {type(value).__name__} {value!r}")
+        for name in ("train_distribute", "eval_distribute"):
+            strategy = getattr(self, name)
+            if strategy is not None and not isinstance(strategy, Strategy):
+                raise EstimatorError(
+                    f"{name} is a strategy such as sg.MirroredStrategy(), got {type(strategy).__name__} {strategy!r}"
+                )
+
+    def replace(self, **changes: Any) -> "RunConfig":
+        """The same with some values changed.
+
+        Example:
+            >>> RunConfig(keep_checkpoint_max=3).replace(random_seed=1).keep_checkpoint_max
+            3
+        """
+        return dataclasses.replace(self, **changes)
+
+
+def usable_folder(model_dir: str | os.PathLike[str] | None, config: RunConfig) -> str:
+    """The folder of the model; refuses what cannot be one before hours are spent on it."""
+    if model_dir is not None and config.model_dir is not None and str(model_dir) != str(config.model_dir):
+        raise EstimatorError(f"model_dir is {str(model_dir)!r} here and {config.model_dir!r} in config; give one")
+    given = model_dir if model_dir is not None else config.model_dir
+    if not given or not isinstance(given, str | os.PathLike):
+        raise EstimatorError(f"model_dir is the folder for checkpoints, got {described(given)}")
+    path = Path(given)
+    if path.exists() and not path.is_dir():
+        raise EstimatorError(f"model_dir is a folder, {str(path)!r} is a file; name another")
+    existing = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise EstimatorError(f"model_dir {str(path)!r} cannot be written to; name a folder that can")
+    return str(path)

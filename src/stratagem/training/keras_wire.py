@@ -1,0 +1,78 @@
+"""How Keras objects travel to the replicas: as they are, object by object.
+
+Keras would send a model as a saved file, which cuts the ties between a layer, its variables and the
+tensors in them, and fails for classes that it cannot find by name. Here every object is sent with its
+attributes; tensors that are distributed travel as references. What Keras keeps by the address of an
+object is put under the new address.
+"""
+
+import sys
+from typing import Any
+
+import torch
+
+from stratagem import _env
+
+if "keras" not in sys.modules:  # in a child
+    _env.use_torch_for_keras()
+
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.utils import tracking
+
+_CONTAINERS = {tracking.TrackedList: list, tracking.TrackedDict: dict, tracking.TrackedSet: set}
+# Of a model: they run the steps of this side.
+_FUNCTIONS = frozenset({"train_function", "test_function", "predict_function", "_eval_epoch_iterator"})
+
+
+def reduce(obj: Any) -> Any:
+    """The way of an object, for `wire.reducers`; `NotImplemented` for all that is not Keras'."""
+    base = _CONTAINERS.get(type(obj))
+    if base is not None:
+        return _blank, (type(obj), base), (dict(obj.__dict__), base(obj)), None, None, _fill_container
+    if isinstance(obj, tracking.Tracker):
+        return _blank, (type(obj),), dict(obj.__dict__), None, None, _fill_tracker
+    if isinstance(obj, BaseOptimizer):
+        state = {key: value for key, value in obj.__dict__.items() if key != "_backend_update_step"}
+        return _blank, (type(obj),), state, None, None, _fill_optimizer
+    if isinstance(obj, KerasSaveable):
+        state = {key: None if key in _FUNCTIONS else value for key, value in obj.__dict__.items()}
+        return _blank, (type(obj),), state, None, None, _fill
+    return NotImplemented
+
+
+def tensor_of(variable: Any) -> torch.Tensor:
+    """The tensor that a Keras variable holds."""
+    tensor: torch.Tensor = variable._value
+    return tensor
+
+
+def _blank(kind: type, base: type = object) -> Any:
+    """An object without its constructor having run."""
+    return base.__new__(kind)  # type: ignore[call-overload]
+
+
+def _fill(obj: Any, state: dict[str, Any]) -> None:
+    obj.__dict__.update(state)
+
+
+def _fill_container(obj: Any, state: tuple[dict[str, Any], Any]) -> None:
+    obj.__dict__.update(state[0])
+    if isinstance(obj, list):
+        list.extend(obj, state[1])
+    elif isinstance(obj, dict):
+        dict.update(obj, state[1])
+    else:
+        set.update(obj, state[1])
+
+
+def _fill_tracker(obj: Any, state: dict[str, Any]) -> None:
+    obj.__dict__.update(state)
+    obj.stored_ids = {name: {id(each) for each in obj.config[name][1]} for name in state["stored_ids"]}
+
+
+def _fill_optimizer(obj: Any, state: dict[str, Any]) -> None:
+    obj.__dict__.update(state)
+    if "_trainable_variables_indices" in state:
+        variables = enumerate(obj._trainable_variables)
+        obj._trainable_variables_indices = {obj._var_key(variable): number for number, variable in variables}

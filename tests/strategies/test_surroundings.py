@@ -1,0 +1,135 @@
+"""What surrounds a run in the main program holds in every replica."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+
+
+@pytest.fixture(scope="module")
+def strategy(four_cpus: None) -> Iterator[sg.MirroredStrategy]:
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"], stall_timeout_s=20.0) as made:
+        with made.scope():
+            pass
+        yield made
+
+
+@contextlib.contextmanager
+def set_for_all(change: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    change(value)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+SURROUNDINGS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any]], Callable[[], Any]]] = {
+    "no gradients": (torch.no_grad, torch.is_grad_enabled),
+    "inference": (torch.inference_mode, torch.is_inference_mode_enabled),
+    "autocast": (
+        lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+        lambda: (
+            torch.is_autocast_enabled("cpu"),
+            str(torch.get_autocast_dtype("cpu")),
+            torch.is_autocast_cache_enabled(),
+        ),
+    ),
+    "dtype": (
+        lambda: set_for_all(torch.set_default_dtype, torch.float64, torch.float32),
+        lambda: str(torch.get_default_dtype()),
+    ),
+    "deterministic": (
+        lambda: set_for_all(torch.use_deterministic_algorithms, True, False),
+        torch.are_deterministic_algorithms_enabled,
+    ),
+    "precision": (
+        lambda: set_for_all(torch.set_float32_matmul_precision, "medium", "highest"),
+        torch.get_float32_matmul_precision,
+    ),
+    "folder": (lambda: contextlib.chdir("/"), os.getcwd),
+}
+
+
+@pytest.mark.parametrize(("surround", "look"), SURROUNDINGS.values(), ids=SURROUNDINGS.keys())
+def test_replicas_are_surrounded_as_the_program_is(
+    strategy: sg.MirroredStrategy, surround: Callable[[], contextlib.AbstractContextManager[Any]], look: Any
+) -> None:
+    before = look()
+    assert strategy.local_results(strategy.run(look)) == (before, before)
+    with surround():
+        inside = look()
+        assert inside != before
+        assert strategy.local_results(strategy.run(look)) == (inside, inside)
+    assert strategy.local_results(strategy.run(look)) == (before, before)
+
+
+def test_folder_that_is_gone_is_no_obstacle(strategy: sg.MirroredStrategy, tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    with contextlib.ExitStack() as back:
+        back.callback(os.chdir, os.getcwd())
+        os.chdir(folder)
+        folder.rmdir()
+        assert strategy.run(lambda: 1).values == (1, 1)
+
+
+def test_what_is_made_under_inference_mode_can_be_trained(four_cpus: None) -> None:
+    with sg.MirroredStrategy(["cpu:2", "cpu:3"]) as strategy:
+        model = nn.Linear(2, 1)
+        strategy.adopt(model)
+        with torch.inference_mode():
+            assert len(strategy.run(lambda: model(torch.ones(2))).values) == 2
+        with strategy.scope():
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+
+        before = model.weight.detach().clone()
+        strategy.run(step)
+        torch.testing.assert_close(model.weight.detach(), before - 0.5)
+        assert strategy.run(lambda: model.weight.sum().item()).values == (model.weight.sum().item(),) * 2
+
+
+def test_weights_written_after_the_last_update_are_not_taken_for_a_wait_in_vain(four_cpus: None) -> None:
+    with sg.MirroredStrategy(["cpu:2", "cpu:3"], stall_timeout_s=20.0) as strategy:
+        with strategy.scope():
+            # So large that one replica waits for more than a slice while another publishes.
+            model = nn.Linear(8000, 5000, bias=False).requires_grad_(False)
+
+        def write() -> None:
+            model.weight.fill_(2)
+
+        for _ in range(2):
+            strategy.run(write)
+        assert strategy.run(lambda: model.weight[-1, -1].item()).values == (2, 2)
+
+
+@pytest.mark.parametrize("way", ["shared_memory", "to_one"])
+def test_results_that_share_memory_with_weights_do_not_change_later(four_cpus: None, way: str) -> None:
+    with sg.MirroredStrategy(["cpu:2", "cpu:3"], cross_device_ops=way) as strategy:
+        with strategy.scope():
+            model = nn.Linear(256, 256, bias=False)
+
+        def look() -> tuple[Any, ...]:
+            weight = model.weight
+            return weight, weight.t(), weight.data, weight.detach()[1:], weight.detach().numpy()
+
+        results = strategy.run(look)
+        weight = model.weight.detach().clone()
+        expected = weight, weight.t(), weight, weight[1:], weight
+        with torch.no_grad():
+            model.weight.zero_()
+        strategy.run(lambda: model.weight.sum().item())
+        for replica in strategy.local_results(results):
+            for each, before in zip(replica, expected, strict=True):
+                assert torch.equal(torch.as_tensor(each), before)

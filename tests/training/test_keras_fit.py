@@ -1,0 +1,309 @@
+"""Keras under a strategy: the same history, weights and statistics as Keras alone on one device."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem.errors import StrategyError
+from tests.training.keras_models import Halved, Twice
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(50, 4)).astype("float32")  # batches of 16: the last has 2
+Y = (X @ RANDOM.normal(size=(4, 2)) + 0.1 * RANDOM.normal(size=(50, 2))).astype("float32")
+LABELS = (Y[:, 0] > 0).astype("int64")
+WEIGHTS = RANDOM.uniform(0.5, 2, size=50).astype("float32")
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["two", "three"])
+def strategy(request: pytest.FixtureRequest, four_cpus: None) -> Iterator[sg.Strategy]:
+    with sg.MirroredStrategy([f"cpu:{number}" for number in range(request.param)]) as made:
+        made.run(int)
+        yield made
+
+
+def functional(**compiled: Any) -> Any:
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2")(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(2)(hidden))
+    return _compiled(model, **compiled)
+
+
+def sequential(**compiled: Any) -> Any:
+    return _compiled(keras.Sequential([keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(2)]), **compiled)
+
+
+def subclassed(**compiled: Any) -> Any:
+    return _compiled(Halved(), **compiled)
+
+
+def custom_step(**compiled: Any) -> Any:
+    return _compiled(Twice(), **compiled)
+
+
+def normalized(**compiled: Any) -> Any:
+    layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(synchronized=sg.has_strategy())]
+    return _compiled(keras.Sequential([*layers, keras.layers.Dense(2)]), **compiled)
+
+
+def several(**compiled: Any) -> Any:
+    first, second = keras.Input((4,), name="first"), keras.Input((4,), name="second")
+    joined = keras.layers.Concatenate()([first, second])
+    outputs = {
+        "small": keras.layers.Dense(1, name="small")(joined),
+        "large": keras.layers.Dense(2, name="large")(joined),
+    }
+    model = keras.Model({"first": first, "second": second}, outputs)
+    model.compile(
+        loss={"small": "mse", "large": "mae"},
+        loss_weights={"small": 0.3, "large": 1.0},
+        metrics={"large": ["mse"]},
+        **compiled,
+    )
+    return model
+
+
+def classifier(**compiled: Any) -> Any:
+    model = keras.Sequential([keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1, activation="sigmoid")])
+    metrics = ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
+    model.compile(loss="binary_crossentropy", optimizer="adam", metrics=metrics, **compiled)
+    return model
+
+
+def _compiled(model: Any, **compiled: Any) -> Any:
+    given = {"loss": "mse", "optimizer": keras.optimizers.SGD(0.05, momentum=0.9), "metrics": ["mae"]} | compiled
+    model.compile(**given)
+    return model
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        part = slice(16 * index, 16 * (index + 1))
+        return X[part], Y[part]
+
+
+def loader() -> Any:
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)), 16)
+
+
+def endless() -> Iterator[Any]:
+    while True:
+        for start in range(0, 50, 16):
+            yield X[start : start + 16], Y[start : start + 16]
+
+
+ARRAYS: dict[str, Any] = {"x": X, "y": Y, "batch_size": 16, "shuffle": False}
+
+CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+    "functional": (functional, {}, ARRAYS),
+    "sequential, built by fit": (sequential, {}, ARRAYS),
+    "subclassed": (subclassed, {}, ARRAYS),
+    "own train_step": (custom_step, {}, ARRAYS),
+    "normalized": (normalized, {}, ARRAYS),
+    "shuffled": (sequential, {}, ARRAYS | {"shuffle": True}),
+    "validation data": (sequential, {}, ARRAYS | {"validation_data": (X[:20], Y[:20]), "validation_batch_size": 7}),
+    "validation split": (sequential, {}, ARRAYS | {"validation_split": 0.3}),
+    "sample weights": (sequential, {"weighted_metrics": ["mse"]}, ARRAYS | {"sample_weight": WEIGHTS}),
+    "class weights": (classifier, {}, ARRAYS | {"y": LABELS, "class_weight": {0: 1.0, 1: 3.0}}),
+    "more metrics": (classifier, {}, ARRAYS | {"y": LABELS}),
+    "several inputs and outputs": (
+        several,
+        {},
+        ARRAYS | {"x": {"first": X, "second": 2 * X}, "y": {"small": Y[:, :1], "large": Y}},
+    ),
+    "data loader": (sequential, {}, {"x": loader, "shuffle": False}),
+    "dataset": (sequential, {}, {"x": Batches}),
+    "generator": (sequential, {}, {"x": endless, "steps_per_epoch": 4, "shuffle": False}),
+    "steps per epoch": (sequential, {}, {"x": loader, "steps_per_epoch": 2, "shuffle": False}),
+    "initial epoch": (sequential, {}, ARRAYS | {"initial_epoch": 1}),
+    "adam": (sequential, {"optimizer": "adam"}, ARRAYS),
+    "adamw": (sequential, {"optimizer": "adamw"}, ARRAYS),
+    "rmsprop": (sequential, {"optimizer": "rmsprop"}, ARRAYS),
+    "lamb, not split": (lambda **_: sequential(optimizer=keras.optimizers.Lamb(0.01)), {}, ARRAYS),
+    "clipped": (lambda **_: sequential(optimizer=keras.optimizers.Adam(0.01, global_clipnorm=0.1)), {}, ARRAYS),
+    "accumulated": (
+        lambda **_: sequential(optimizer=keras.optimizers.SGD(0.05, gradient_accumulation_steps=2)),
+        {},
+        ARRAYS,
+    ),
+    "averaged": (lambda **_: sequential(optimizer=keras.optimizers.SGD(0.05, use_ema=True)), {}, ARRAYS),
+    "scheduled": (
+        lambda **_: sequential(
+            optimizer=keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5))
+        ),
+        {},
+        ARRAYS,
+    ),
+    "scaled loss": (
+        lambda **_: sequential(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05))),
+        {},
+        ARRAYS,
+    ),
+}
+
+
+def fit(make: Callable[..., Any], compiled: dict[str, Any], given: dict[str, Any], strategy: sg.Strategy | None) -> Any:
+    keras.utils.set_random_seed(1)
+    if strategy is None:
+        model = make(**compiled)
+    else:
+        with strategy.scope():
+            model = make(**compiled)
+    given = {key: value() if callable(value) else value for key, value in given.items()}
+    keras.utils.set_random_seed(2)
+    return model, model.fit(epochs=3, verbose=0, **given).history
+
+
+def assert_equal(got: tuple[Any, Any], expected: tuple[Any, Any], rtol: float = 2e-5) -> None:
+    (model, history), (plain, plain_history) = got, expected
+    assert history.keys() == plain_history.keys()
+    for name, values in plain_history.items():
+        np.testing.assert_allclose(history[name], values, rtol=rtol, atol=rtol / 10, err_msg=name)
+    for ours, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=rtol / 10)
+    assert int(model.optimizer.iterations) == int(plain.optimizer.iterations)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fit_is_that_of_one_device(strategy: sg.Strategy, case: str) -> None:
+    # Of the two examples in the last batch normalization makes two signs, which hang on the last digit.
+    rtol = 1e-3 if case == "normalized" else 2e-5
+    assert_equal(fit(*CASES[case], strategy), fit(*CASES[case], None), rtol)
+
+
+def test_evaluate_and_predict_are_those_of_one_device(strategy: sg.Strategy) -> None:
+    (model, _), (plain, _) = fit(*CASES["more metrics"], strategy), fit(*CASES["more metrics"], None)
+    for batch_size in (1, 7, 50):
+        ours = model.evaluate(X, LABELS, batch_size=batch_size, verbose=0, return_dict=True)
+        theirs = plain.evaluate(X, LABELS, batch_size=batch_size, verbose=0, return_dict=True)
+        assert ours == pytest.approx(theirs, rel=1e-4)
+        predicted = model.predict(X, batch_size=batch_size, verbose=0)
+        np.testing.assert_allclose(predicted, plain.predict(X, batch_size=batch_size, verbose=0), atol=1e-5)
+    assert model.train_on_batch(X, LABELS) == pytest.approx(plain.train_on_batch(X, LABELS), rel=1e-4)
+    assert model.test_on_batch(X, LABELS) == pytest.approx(plain.test_on_batch(X, LABELS), rel=1e-4)
+
+
+def test_callbacks_act_once_and_what_they_change_reaches_the_replicas(strategy: sg.Strategy, tmp_path: Path) -> None:
+    ends: dict[str, list[int]] = {"ours": [], "theirs": []}
+
+    def callbacks(name: str) -> list[Any]:
+        folder = tmp_path / name
+        folder.mkdir()
+        return [
+            keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=0, min_delta=10),
+            keras.callbacks.EarlyStopping(monitor="loss", patience=2, min_delta=10, restore_best_weights=True),
+            keras.callbacks.ModelCheckpoint(folder / "{epoch}.keras"),
+            keras.callbacks.CSVLogger(folder / "log.csv"),
+            keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, _: ends[name].append(epoch)),
+        ]
+
+    make, compiled, given = CASES["sequential, built by fit"]
+    ours = fit(make, compiled, given | {"callbacks": callbacks("ours")}, strategy)
+    theirs = fit(make, compiled, given | {"callbacks": callbacks("theirs")}, None)
+    assert_equal(ours, theirs)
+    assert ends["ours"] == ends["theirs"]
+    assert len((tmp_path / "ours/log.csv").read_text().splitlines()) == len(ours[1]["loss"]) + 1
+    loaded = keras.models.load_model(tmp_path / "ours/1.keras")
+    assert len(loaded.get_weights()) == 4
+
+
+def test_models_are_saved_loaded_and_cloned(strategy: sg.Strategy, tmp_path: Path) -> None:
+    model, _ = fit(*CASES["functional"], strategy)
+    model.save(tmp_path / "model.keras")
+    plain = keras.models.load_model(tmp_path / "model.keras")
+    with strategy.scope():
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        clone = keras.models.clone_model(model)
+        clone.compile(loss="mse", optimizer="sgd")
+    clone.set_weights(model.get_weights())
+    for each in (loaded, clone):
+        np.testing.assert_allclose(each.predict(X, verbose=0), model.predict(X, verbose=0), atol=1e-6)
+    histories = [each.fit(X, Y, batch_size=16, shuffle=False, verbose=0).history for each in (model, loaded, plain)]
+    assert histories[1]["loss"] == pytest.approx(histories[0]["loss"], rel=1e-5)
+    assert histories[2]["loss"] == pytest.approx(histories[0]["loss"], rel=1e-5)
+
+
+def test_model_can_be_compiled_outside_and_anew(strategy: sg.Strategy) -> None:
+    def train(strategy: sg.Strategy | None) -> tuple[Any, Any]:
+        keras.utils.set_random_seed(1)
+        if strategy is None:
+            model = keras.Sequential([keras.layers.Dense(2)])
+        else:
+            with strategy.scope():
+                model = keras.Sequential([keras.layers.Dense(2)])
+        model.compile(loss="mse", optimizer="sgd")
+        model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
+        model.compile(loss="mae", optimizer="adam", metrics=["mse"])
+        model.optimizer.learning_rate = 0.02
+        return model, model.fit(X, Y, batch_size=16, shuffle=False, epochs=2, verbose=0).history
+
+    assert_equal(train(strategy), train(None))
+
+
+def test_frozen_layers_stay_and_train_when_thawed(strategy: sg.Strategy) -> None:
+    def train(strategy: sg.Strategy | None) -> tuple[Any, Any]:
+        keras.utils.set_random_seed(1)
+        model, _ = fit(*CASES["functional"], strategy)
+        model.layers[1].trainable = False
+        model.compile(loss="mse", optimizer="adam")
+        model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
+        model.layers[1].trainable = True
+        model.compile(loss="mse", optimizer="adam")
+        return model, model.fit(X, Y, batch_size=16, shuffle=False, verbose=0).history
+
+    assert_equal(train(strategy), train(None))
+
+
+def test_replicas_drop_different_units(strategy: sg.Strategy) -> None:
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dropout(0.5, seed=1)])
+        model.compile(loss=lambda _, kept: keras.ops.sum(kept) * 0, optimizer="sgd")
+
+    seen = strategy.local_results(strategy.run(_dropped, args=(model,)))
+    assert not torch.equal(seen[0], seen[1])
+
+
+def _dropped(model: Any) -> torch.Tensor:
+    from stratagem.training import keras_steps
+
+    with keras_steps._shared_state(model, torch.ones(1, 64)):
+        return model(torch.ones(1, 64), training=True)
+
+
+def test_model_made_outside_the_scope_is_refused(strategy: sg.Strategy) -> None:
+    model = functional()
+    with strategy.scope(), pytest.raises(StrategyError, match=r"was created outside strategy.scope\(\), so fit\(\)"):
+        model.fit(X, Y, verbose=0)
+    model.fit(X, Y, verbose=0)  # elsewhere it is Keras' own
+
+
+def test_jit_compile_is_refused(strategy: sg.Strategy) -> None:
+    with strategy.scope():
+        model = functional(jit_compile=True)
+    with pytest.raises(StrategyError, match="compile it with jit_compile=False"):
+        model.fit(X, Y, verbose=0)
+
+
+@pytest.mark.filterwarnings("ignore:Do not pass an `input_shape`", "ignore:.*shuffle=True")
+def test_the_example_of_the_notes(strategy: sg.Strategy, capsys: pytest.CaptureFixture[str]) -> None:
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1, input_shape=(1,))])
+        model.compile(loss="mse", optimizer="sgd")
+    ones = torch.utils.data.TensorDataset(torch.ones(100, 1), torch.ones(100, 1))
+    model.fit(torch.utils.data.DataLoader(ones, batch_size=10), epochs=2)
+    model.evaluate(torch.utils.data.DataLoader(ones, batch_size=10))
+    inputs, targets = np.ones((100, 1)), np.ones((100, 1))
+    model.fit(inputs, targets, epochs=2, batch_size=10)
+    shown = capsys.readouterr().out
+    assert shown.count("Epoch 1/2") == 2
+    assert "10/10" in shown
