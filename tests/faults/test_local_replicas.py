@@ -29,6 +29,7 @@ from stratagem.errors import (
 from stratagem.replicas.group import ReplicaGroup
 from stratagem.replicas.registry import Registry
 from tests.fakes import fake_host
+from tests.faults.watching import is_gone, pids, train, weights
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
 
@@ -55,33 +56,6 @@ def build(strategy: sg.Strategy) -> tuple[nn.Module, Callable[..., torch.Tensor]
         return loss
 
     return model, step
-
-
-def train(strategy: sg.Strategy, step: Callable[..., torch.Tensor], num_steps: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for batch in strategy.distribute([torch.randn(9, 4, generator=generator) for _ in range(num_steps)]):
-        strategy.run(step, args=(batch,))
-
-
-def weights(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def pids(strategy: sg.Strategy) -> list[int]:
-    return list(strategy.local_results(strategy.run(os.getpid)))
-
-
-def is_gone(pid: int, timeout_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-        except OSError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def test_killed_replica_is_named_and_the_others_end(strategy: sg.MirroredStrategy) -> None:

@@ -12,14 +12,6 @@ import stratagem as sg
 from stratagem.errors import DeviceError, StrategyError, UnevenDataError
 
 
-@pytest.fixture(scope="module")
-def strategy(four_cpus: None) -> Iterator[sg.MirroredStrategy]:
-    with sg.MirroredStrategy(["cpu:0", "cpu:1"], stall_timeout_s=20.0) as made:
-        with made.scope():
-            pass
-        yield made
-
-
 @pytest.fixture(autouse=True)
 def still_works(strategy: sg.MirroredStrategy) -> Iterator[None]:
     yield

@@ -19,14 +19,6 @@ from torch import nn
 import stratagem as sg
 
 
-@pytest.fixture(scope="module")
-def strategy(four_cpus: None) -> Iterator[sg.MirroredStrategy]:
-    with sg.MirroredStrategy(["cpu:0", "cpu:1"], stall_timeout_s=20.0) as made:
-        with made.scope():
-            pass
-        yield made
-
-
 def rank() -> int:
     return sg.get_replica_context().replica_id_in_sync_group  # type: ignore[union-attr]
 

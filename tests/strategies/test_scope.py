@@ -1,7 +1,6 @@
 """Where code is: in which scope, in which replica; and the life of strategies."""
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,14 +9,6 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import StrategyError
-
-
-@pytest.fixture(scope="module")
-def strategy(four_cpus: None) -> Iterator[sg.MirroredStrategy]:
-    with sg.MirroredStrategy(["cpu:0", "cpu:1"], stall_timeout_s=20.0) as made:
-        with made.scope():
-            pass
-        yield made
 
 
 def test_questions_outside_inside_a_scope_and_in_a_run(strategy: sg.MirroredStrategy) -> None:

@@ -1,7 +1,7 @@
 """What the program changes between runs reaches every replica: structure, hooks, groups; and what cannot is refused."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,14 +11,6 @@ from torch.nn.utils import parametrizations, prune
 
 import stratagem as sg
 from stratagem.errors import StrategyError
-
-
-@pytest.fixture(scope="module")
-def strategy(four_cpus: None) -> Iterator[sg.MirroredStrategy]:
-    with sg.MirroredStrategy(["cpu:0", "cpu:1"], stall_timeout_s=20.0) as made:
-        with made.scope():
-            pass
-        yield made
 
 
 class Net(nn.Module):

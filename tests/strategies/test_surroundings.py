@@ -13,14 +13,6 @@ from torch import nn
 import stratagem as sg
 
 
-@pytest.fixture(scope="module")
-def strategy(four_cpus: None) -> Iterator[sg.MirroredStrategy]:
-    with sg.MirroredStrategy(["cpu:0", "cpu:1"], stall_timeout_s=20.0) as made:
-        with made.scope():
-            pass
-        yield made
-
-
 @contextlib.contextmanager
 def set_for_all(change: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
     change(value)

@@ -22,7 +22,7 @@ from stratagem.replicas import launcher
 from stratagem.replicas.child import CALL, DONE, PRINTED, STOP
 from stratagem.replicas.functions import find_unsendable
 from stratagem.replicas.registry import Registry
-from stratagem.replicas.wire import Packed, Wire, pack
+from stratagem.replicas.wire import Packed, Wire, can_be_packed, pack
 
 _STATUS_WAIT_S = 2.0
 _STOP_GRACE_S = 2.0
@@ -72,7 +72,6 @@ class ReplicaGroup:
         self._orders: list[tuple[int, socket.socket]] = []
         self.replicas: list[Replica] = []
         self.run_number = 0
-        self.is_sending = False
         self.on_failure: Callable[[], None] = lambda: None  # ends the waits of others for the one that failed
         self._server: launcher.ForkServer | None = None
         self._owner = os.getpid()
@@ -133,7 +132,7 @@ class ReplicaGroup:
 
     def ask(self, replica: Replica, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function in one child and waits for its answer."""
-        self._send(replica, (CALL, function, arguments))
+        self._send_packed(replica, self._pack((CALL, function, arguments), self._registry.reference))
         self.collect()
         raise_first(None, [] if replica.failure is None else [(replica, replica.failure)])
         return replica.answer
@@ -207,27 +206,22 @@ class ReplicaGroup:
         except StratagemError:
             raise
         except Exception as error:
-            part, where = find_unsendable(message, lambda each: _can_be_packed(each, reference))
+            part, where = find_unsendable(message, lambda each: can_be_packed(each, reference))
             raise StrategyError(
                 f"a {type(part).__name__} cannot be sent to the replicas{f' ({where})' if where else ''}: {error}. "
                 f"Make it inside the function, or leave it out"
             ) from error
 
-    def _send(self, replica: Replica, message: Any) -> None:
-        self._send_packed(replica, pack(message, self._registry.reference))
-
     def _send_packed(self, replica: Replica, packed: Packed) -> None:
         # Before the first byte: whatever happens from here on, it is not idle, and older answers are not its answer.
         replica.num_calls += 1
         replica.busy, replica.answer, replica.failure = True, None, None
-        self.is_sending = True
         try:
             replica.wire.send_packed(packed)
         except (BrokenPipeError, ConnectionResetError):
             self._report_death(replica)
         except TimeoutError:
             self.report_stall([replica])
-        self.is_sending = False
 
     def _take(self, replica: Replica) -> None:
         try:
@@ -283,14 +277,6 @@ def raise_first(own: BaseException | None, failures: Sequence[tuple[Replica, Fai
     raised = error if error is not None else ReplicaError(f"{where} raised {line}")
     raised.add_note(f"raised in {where}:\n{text}")
     raise raised
-
-
-def _can_be_packed(value: Any, reference: Callable[[Any], Any]) -> bool:
-    try:
-        pack(value, reference)
-    except Exception:
-        return False
-    return True
 
 
 def _state(pid: int) -> str:

@@ -112,6 +112,13 @@ class Store:
         return Store, (self.region, self.dtype, self.placements)
 
 
+def laid_out(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """The tensor with its elements in the order of a placement: itself, or a copy."""
+    if tensor.stride() == placement.stride:
+        return tensor
+    return torch.empty_strided(placement.shape, placement.stride, dtype=tensor.dtype).copy_(tensor)
+
+
 def shaped(flat: torch.Tensor, placement: Placement) -> torch.Tensor:
     """The tensor of a placement, as a view of a flat vector that is laid out like its store."""
     return flat.as_strided(placement.shape, placement.stride, flat.storage_offset() + placement.offset)

@@ -145,6 +145,15 @@ def pack(message: object, reference: Callable[[Any], Any] = lambda _: None) -> P
     return Packed(file.getvalue(), buffers, pickler.regions)
 
 
+def can_be_packed(value: object, reference: Callable[[Any], Any]) -> bool:
+    """Whether an object can be turned into bytes."""
+    try:
+        pack(value, reference)
+    except Exception:
+        return False
+    return True
+
+
 def survives(error: BaseException) -> bool:
     """Whether an error of this process comes out on the other side as itself."""
     try:
@@ -217,11 +226,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
     def _can_be_sent(self, name: str, member: Any) -> bool:
         if name in ("__builtins__", "__spec__", "__loader__"):
             return False
-        try:
-            pack(member, self._reference)
-        except Exception:
-            return False
-        return True
+        return can_be_packed(member, self._reference)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":

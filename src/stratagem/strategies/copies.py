@@ -146,3 +146,11 @@ class Copies(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives everything up."""
+
+
+def mark(tensor: torch.Tensor | None) -> Any:
+    """Differs when a tensor has been replaced or written to."""
+    if tensor is None:
+        return ()
+    address = tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
+    return address, tensor._version

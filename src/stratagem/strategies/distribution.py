@@ -7,7 +7,7 @@ changes in them is found and passed on at the next run.
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
@@ -18,7 +18,7 @@ from stratagem.replicas import control
 from stratagem.replicas.functions import find_unsendable
 from stratagem.replicas.registry import Registry
 from stratagem.replicas.tracking import Tracker
-from stratagem.replicas.wire import pack
+from stratagem.replicas.wire import can_be_packed, pack
 from stratagem.strategies import in_child
 from stratagem.strategies.runtime import Runtime
 from stratagem.strategies.updates import SplitUpdate, whole_state
@@ -166,9 +166,9 @@ class Distribution:
         try:
             pack(objects, reference)
         except Exception as error:
-            refused = [each for each in objects.values() if not _can_be_packed(each, reference)]
+            refused = [each for each in objects.values() if not can_be_packed(each, reference)]
             inner = [each for each in refused if not _holds_one_of(each, refused)]
-            part, where = find_unsendable((inner or [objects])[0], lambda each: _can_be_packed(each, reference))
+            part, where = find_unsendable((inner or [objects])[0], lambda each: can_be_packed(each, reference))
             raise StrategyError(
                 f"a {type(part).__name__} cannot be sent to the replicas{f' ({where})' if where else ''}: {error}. "
                 f"Make it where it is used, or leave it out"
@@ -234,14 +234,6 @@ class Distribution:
             distribution._reloaded.add(name)
 
         optimizer.load_state_dict = load  # type: ignore[method-assign,assignment]
-
-
-def _can_be_packed(value: Any, reference: Callable[[Any], Any]) -> bool:
-    try:
-        pack(value, reference)
-    except Exception:
-        return False
-    return True
 
 
 def _holds_one_of(obj: Any, others: Sequence[Any]) -> bool:

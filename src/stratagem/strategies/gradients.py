@@ -16,7 +16,7 @@ import torch
 
 from stratagem.collectives.exchange import Exchange
 from stratagem.errors import StrategyError
-from stratagem.replicas.variables import Placement, Store, shaped
+from stratagem.replicas.variables import Placement, Store, laid_out, shaped
 from stratagem.strategies import context
 
 if TYPE_CHECKING:
@@ -226,9 +226,7 @@ def _flat(parameter: torch.Tensor, placement: Placement) -> torch.Tensor | None:
             f"a parameter of shape {placement.shape} got a sparse gradient, which replicas cannot sum; "
             f"use sparse=False in its nn.Embedding"
         )
-    if gradient.stride() != placement.stride:
-        gradient = torch.empty_strided(placement.shape, placement.stride, dtype=gradient.dtype).copy_(gradient)
-    return gradient.as_strided((placement.numel,), (1,))
+    return laid_out(gradient, placement).as_strided((placement.numel,), (1,))
 
 
 _original_backward = torch.autograd.backward

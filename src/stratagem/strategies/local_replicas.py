@@ -11,7 +11,7 @@ import itertools
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -102,7 +102,7 @@ class LocalReplicas:
             return own
         (meeting, scratch), self._join = self._join, None
         if len(self._devices) > 1:
-            try:
+            with self._or_end():
                 self._group.start()
                 self._group.call(
                     in_child.join,
@@ -122,9 +122,6 @@ class LocalReplicas:
                 )
                 self._group.collect()
                 raise_first(None, self._group.failures())
-            except BaseException:
-                self.end()
-                raise
         self._connect(own)
         return own
 
@@ -179,11 +176,17 @@ class LocalReplicas:
 
     def _publish_written(self, own: Runtime) -> None:
         """Lets all replicas make known what they wrote to after their last update."""
-        try:
+        with self._or_end():
             self._group.call_all(in_child.publish_written, self.key)
             own.publish_written()
             self._group.collect()
             raise_first(None, self._causes())
+
+    @contextlib.contextmanager
+    def _or_end(self) -> Iterator[None]:
+        """A block after whose failure the replicas cannot go on."""
+        try:
+            yield
         except _Fatal as fatal:
             self.end(fatal.error)
             raise fatal.error from None
@@ -214,7 +217,7 @@ class LocalReplicas:
                 self.distribution.reference_in_run,
             )
         except BaseException as error:
-            if self._group.is_sending or any(each.busy for each in self._group.replicas):  # some have it, others not
+            if any(each.busy for each in self._group.replicas):  # some have it, or a half of it
                 self.end(error)
             self.forget_functions()
             self._unwanted += unwanted
@@ -268,24 +271,17 @@ class LocalReplicas:
         link = own.copies.link
         if link is None or link.connected:
             return
-        try:
-            with contextlib.ExitStack() as folders:
-                path = folders.enter_context(tempfile.TemporaryDirectory(prefix="stratagem-")) + "/store"
-                self._group.call_all(in_child.connect, self.key, path)
-                with contextlib.suppress(PeerAborted):  # then a child says why
-                    link.connect(path)
-                self._group.collect()
-                raise_first(None, self._causes())
-                if own.device.type != "cpu":
-                    # NCCL looks into the file as long as it lives. Else it goes at once: a program
-                    # that is killed must not leave it behind.
-                    self._started.push(folders.pop_all())
-        except _Fatal as fatal:
-            self.end()
-            raise fatal.error from None
-        except BaseException:
-            self.end()
-            raise
+        with self._or_end(), contextlib.ExitStack() as folders:
+            path = folders.enter_context(tempfile.TemporaryDirectory(prefix="stratagem-")) + "/store"
+            self._group.call_all(in_child.connect, self.key, path)
+            with contextlib.suppress(PeerAborted):  # then a child says why
+                link.connect(path)
+            self._group.collect()
+            raise_first(None, self._causes())
+            if own.device.type != "cpu":
+                # NCCL looks into the file as long as it lives. Else it goes at once: a program
+                # that is killed must not leave it behind.
+                self._started.push(folders.pop_all())
 
     def _disconnect(self, own: Runtime) -> None:
         """Ends sums that some replicas have begun and others never will, after a run that failed."""
@@ -322,12 +318,8 @@ class LocalReplicas:
             return error, None
 
     def _collect(self, interrupts: Interrupts | None = None) -> list[Any]:
-        try:
-            with interrupts.allowed() if interrupts is not None else contextlib.nullcontext():
-                return self._group.collect()
-        except BaseException as error:
-            self.end(error)
-            raise
+        with self._or_end(), interrupts.allowed() if interrupts is not None else contextlib.nullcontext():
+            return self._group.collect()
 
     def _attend(self, waited_s: float, missing: list[int]) -> None:
         """While replica 0 waits: take in news, and see to it that those who are missing still live."""

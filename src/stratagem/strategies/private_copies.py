@@ -19,7 +19,7 @@ import torch
 
 from stratagem.errors import StrategyError
 from stratagem.strategies.buckets import BucketedGradients
-from stratagem.strategies.copies import Copies, Written
+from stratagem.strategies.copies import Copies, Written, mark
 from stratagem.strategies.link import Link
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ class PrivateCopies(Copies):
             tensor = tensors[each.name]
             self._forms[each.name] = _form(tensor), each.label
             if each.is_parameter:
-                self._marks[each.name] = _mark(tensor)
-                self._gradient_marks[each.name] = _mark(None)
+                self._marks[each.name] = mark(tensor)
+                self._gradient_marks[each.name] = mark(None)
             else:
                 self._buffers[each.name] = weakref.ref(tensor)
                 self._before[each.name] = tensor.detach().clone()
@@ -106,9 +106,9 @@ class PrivateCopies(Copies):
         written = Written()
         for name, parameter in self._gradients.parameters():
             self._check_form(name, parameter)
-            if _mark(parameter) != self._marks.get(name):
+            if mark(parameter) != self._marks.get(name):
                 written.values[name] = _on_host(parameter)
-            if _mark(parameter.grad) != self._gradient_marks.get(name):
+            if mark(parameter.grad) != self._gradient_marks.get(name):
                 written.gradients[name] = None if parameter.grad is None else _on_host(parameter.grad)
         for name, buffer in self._live_buffers():
             self._check_form(name, buffer)
@@ -131,8 +131,8 @@ class PrivateCopies(Copies):
 
     def note_state(self) -> None:
         for name, parameter in self._gradients.parameters():
-            self._marks[name] = _mark(parameter)
-            self._gradient_marks[name] = _mark(parameter.grad)
+            self._marks[name] = mark(parameter)
+            self._gradient_marks[name] = mark(parameter.grad)
 
     def forget_state(self) -> None:
         for known in (self._before, self._marks, self._gradient_marks):
@@ -209,11 +209,6 @@ class PrivateCopies(Copies):
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a tensor, without being the tensor itself, which would travel as a name."""
     return tensor.detach().to(_CPU)
-
-
-def _mark(tensor: torch.Tensor | None) -> Any:
-    """Differs when a tensor has been replaced or written to."""
-    return () if tensor is None else (tensor.data_ptr(), tensor._version)
 
 
 def _form(tensor: torch.Tensor) -> Any:

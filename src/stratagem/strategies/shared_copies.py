@@ -14,7 +14,7 @@ import torch
 from stratagem.collectives.exchange import Exchange, chunk_of
 from stratagem.replicas.memory import Region
 from stratagem.replicas.variables import Placement, Store
-from stratagem.strategies.copies import BUFFERS_FLAG, WRITTEN_FLAG, Copies, Written
+from stratagem.strategies.copies import BUFFERS_FLAG, WRITTEN_FLAG, Copies, Written, mark
 from stratagem.strategies.gradients import GradientStore, GradientSync
 from stratagem.strategies.updates import SplitUpdate, can_be_split
 
@@ -87,6 +87,7 @@ class SharedCopies(Copies):
             self._buffers.append(store)
             return
         self._parameters.append(store)
+        self._where = {}
         if placed.exchange is not None:
             self._exchange_gradients(store, placed.exchange)
 
@@ -107,7 +108,7 @@ class SharedCopies(Copies):
         return [tensor for store in self._parameters for tensor in store.tensors if tensor is not None]
 
     def split(self, optimizer: torch.optim.Optimizer) -> SplitUpdate | None:
-        return SplitUpdate(optimizer, self._parameters, self._runtime) if can_be_split(optimizer) else None
+        return SplitUpdate(optimizer, self, self._runtime) if can_be_split(optimizer) else None
 
     def take_written(self) -> Written:
         """No value travels but gradients: the pages that the controller wrote to become everyone's."""
@@ -121,7 +122,7 @@ class SharedCopies(Copies):
         """What the controller did to gradients between two runs: most often it dropped them."""
         changed: dict[int, torch.Tensor | None] = {}
         for name, parameter in self._named():
-            if self._gradient_marks.get(name, _NO_GRADIENT) != _mark(parameter.grad) and not _is_sparse(parameter.grad):
+            if self._gradient_marks.get(name, mark(None)) != mark(parameter.grad) and not _is_sparse(parameter.grad):
                 changed[name] = None if parameter.grad is None else parameter.grad.detach()
         self._take_as_summed(changed)
         return changed
@@ -159,17 +160,17 @@ class SharedCopies(Copies):
                 tensors[name].grad = gradient
             self._take_as_summed(written.gradients)
 
-    def own_part(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        store, placement = self._find(tensor)
+    def own_part(self, tensor: torch.Tensor) -> tuple[int, int]:
+        store, placement = self.find(tensor)
         start, end = chunk_of(self._signals.rank, self._signals.size, store.num_elements)
         first, last = max(0, start - placement.offset), min(placement.numel, end - placement.offset)
         return first, max(first, last)
 
     def shared_part(self, tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        store, placement = self._find(tensor)
+        store, placement = self.find(tensor)
         return store.shared[placement.offset + first : placement.offset + last]
 
-    def _find(self, tensor: torch.Tensor) -> tuple[Store, Placement]:
+    def find(self, tensor: torch.Tensor) -> tuple[Store, Placement]:
         """Where a tensor lies."""
         if id(tensor) not in self._where:
             self._where = {
@@ -181,7 +182,7 @@ class SharedCopies(Copies):
         return self._where[id(tensor)]
 
     def note_state(self) -> None:
-        self._gradient_marks = {name: _mark(parameter.grad) for name, parameter in self._named()}
+        self._gradient_marks = {name: mark(parameter.grad) for name, parameter in self._named()}
 
     def forget_state(self) -> None:
         self._gradient_marks = {}
@@ -250,20 +251,9 @@ class SharedCopies(Copies):
         """Tensors that are still used keep their memory."""
 
 
-def _mark(gradient: torch.Tensor | None) -> Any:
-    """Differs when a gradient has been replaced or written to."""
-    if gradient is None:
-        return _NO_GRADIENT
-    address = gradient.data_ptr() if gradient.layout == torch.strided else id(gradient)
-    return address, gradient._version
-
-
 def _is_sparse(gradient: torch.Tensor | None) -> bool:
     """Whether it is of the kind that no sum takes: the next pass says so."""
     return gradient is not None and gradient.layout != torch.strided
-
-
-_NO_GRADIENT = ()
 
 
 def _any(written: Sequence[np.ndarray]) -> int:

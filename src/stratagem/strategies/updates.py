@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from stratagem.collectives.exchange import chunk_of
-from stratagem.replicas.variables import Placement, Store
+from stratagem.replicas.variables import Placement, laid_out
 
 if TYPE_CHECKING:
     from stratagem.strategies.runtime import Runtime
+    from stratagem.strategies.shared_copies import SharedCopies
 
 # Elements that are updated at a time: the passes of an optimizer over them, and what it allocates, stay in the
 # cache. For Adam with large layers that is more than twice as fast.
@@ -52,22 +52,15 @@ class SplitUpdate:
 
     Args:
         optimizer: The optimizer that the user made, over whole parameters.
-        stores: Where the parameters lie.
+        copies: Where the parameters lie.
         runtime: The replica.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, stores: list[Store], runtime: "Runtime") -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, copies: "SharedCopies", runtime: "Runtime") -> None:
         # Not kept alive: in the controller the optimizer is the program's.
         self._optimizer = weakref.ref(optimizer)
+        self._copies = weakref.proxy(copies)
         self._runtime = weakref.proxy(runtime)
-        mine = {id(each) for each in _parameters(optimizer)}
-        self._where = {
-            id(tensor): (store, placement)
-            for store in stores
-            for tensor, placement in zip(store.tensors, store.placements, strict=True)
-            if id(tensor) in mine
-        }
-        self._stores = stores
         self._parts: list[tuple[int, torch.Tensor, int, int]] = []
         self.inner: Any = None
         self._num_parameters = -1
@@ -105,15 +98,15 @@ class SplitUpdate:
         for group, inner in zip(self.optimizer.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in group.items() if key != "params"})
         parameters = _parameters(self.optimizer)
+        gradients: dict[int, torch.Tensor] = {}
         for number, part, first, last in self._parts:
-            gradient = parameters[number].grad
-            if gradient is None:
+            parameter = parameters[number]
+            if parameter.grad is None:
                 part.grad = None
                 continue
-            placement = self._where[id(parameters[number])][1]
-            if gradient.stride() != placement.stride:
-                gradient = torch.empty_strided(placement.shape, placement.stride, dtype=gradient.dtype).copy_(gradient)
-            part.grad = gradient.as_strided((last - first,), (1,), gradient.storage_offset() + first)
+            if number not in gradients:  # once for all blocks of a parameter
+                gradients[number] = laid_out(parameter.grad, self._placement(parameter))
+            part.grad = _piece(gradients[number], first, last)
         with torch.no_grad():
             self._bare_step(self.inner)
         # Written through another view: autograd must still notice that the values it saved are gone.
@@ -123,18 +116,15 @@ class SplitUpdate:
         """Makes the inner optimizer over this replica's chunk, keeping the state that it has."""
         state = self.inner.state if self.inner is not None else {}
         old = {(number, first): state.get(part) for number, part, first, _ in self._parts}
-        rank, size = self._runtime.signals.rank, self._runtime.signals.size
         self._parts, groups, numbers = [], [], itertools.count()
         for group in self.optimizer.param_groups:
             parts = []
             for parameter in group["params"]:
                 number = next(numbers)
-                store, placement = self._find(parameter)
-                start, end = chunk_of(rank, size, store.num_elements)
-                begin, stop = _overlap(placement, start, end)
+                begin, stop = self._copies.own_part(parameter)
                 for first in range(begin, stop, _BLOCK):
                     last = min(first + _BLOCK, stop)
-                    part = store.shared[placement.offset + first : placement.offset + last]
+                    part = self._copies.shared_part(parameter, first, last)
                     self._parts.append((number, part, first, last))
                     parts.append(part)
             groups.append({**group, "params": parts})
@@ -147,14 +137,9 @@ class SplitUpdate:
                 self.inner.state[part] = kept
         self._num_parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
 
-    def _find(self, parameter: torch.Tensor) -> tuple[Store, Placement]:
-        """Where a parameter lies; one that was added to the optimizer later is looked up anew."""
-        if id(parameter) not in self._where:
-            for store in self._stores:
-                for tensor, placement in zip(store.tensors, store.placements, strict=True):
-                    if tensor is parameter:
-                        self._where[id(parameter)] = store, placement
-        return self._where[id(parameter)]
+    def _placement(self, parameter: torch.Tensor) -> Placement:
+        placement: Placement = self._copies.find(parameter)[1]
+        return placement
 
     def state(self) -> list[tuple[int, int, int, dict[str, Any]]]:
         """This chunk's state: for each part the number of its parameter, its range, and its values."""
@@ -182,15 +167,13 @@ class SplitUpdate:
         """Takes this chunk's share of the state of whole parameters."""
         self.inner = None
         self._build()
-        parameters = _parameters(self.optimizer)
-        for number, part, first, last in self._parts:
-            placement = self._where[id(parameters[number])][1]
+        for number, parameter in enumerate(_parameters(self.optimizer)):
+            parts = [each for each in self._parts if each[0] == number]
             for key, value in states.get(number, {}).items():
-                if isinstance(value, torch.Tensor) and value.shape == parameters[number].shape and value.dim() > 0:
-                    laid_out = torch.empty_strided(placement.shape, placement.stride, dtype=value.dtype).copy_(value)
-                    self.inner.state[part][key] = laid_out.as_strided((last - first,), (1,), first).clone()
-                else:
-                    self.inner.state[part][key] = _own(value)
+                whole = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
+                ordered = laid_out(value, self._placement(parameter)) if whole and parts else value
+                for _, part, first, last in parts:
+                    self.inner.state[part][key] = _own(_piece(ordered, first, last) if whole else value)
 
 
 def whole_state(
@@ -221,6 +204,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _overlap(placement: Placement, start: int, end: int) -> tuple[int, int]:
-    """The elements of a tensor that lie in a range of its store."""
-    return max(0, start - placement.offset), min(placement.numel, end - placement.offset)
+def _piece(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Elements of a tensor, in the order of its memory."""
+    return tensor.as_strided((last - first,), (1,), tensor.storage_offset() + first)
