@@ -1,6 +1,6 @@
 """Trains a small network on handwritten digits with a loop of its own, in plain torch, on one device.
 
-`custom_loop.py` is the same program on many devices, and shows what is different.
+`custom_loop_distributed.py` is the same program on many devices, and shows what is different.
 
 python examples/custom_loop_baseline.py [--epochs 12]
 """

@@ -1,6 +1,6 @@
 """Trains a small network on handwritten digits with an Estimator, on one device.
 
-`estimator.py` is the same program on many devices, and shows what is different.
+`estimator_distributed.py` is the same program on many devices, and shows what is different.
 
 python examples/estimator_baseline.py [--epochs 12] [--model-dir FOLDER]
 """

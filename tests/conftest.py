@@ -54,7 +54,7 @@ def four_cpus(fork_server: None) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def inventory(nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Inventory:
     """The inventory of this process, as it is in a program that has just begun."""
-    for variable in (_env.SIMULATE, _env.CUDA_VISIBLE_DEVICES):
+    for variable in (_env.SIMULATE, _env.DEVICES, _env.CUDA_VISIBLE_DEVICES):
         monkeypatch.delenv(variable, raising=False)
     if "four_cpus" in request.fixturenames:
         return inventory_module.this_process()

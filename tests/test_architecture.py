@@ -58,7 +58,7 @@ def imported_parts(tree: ast.AST) -> Iterator[str]:
 def may_import(part: str, other: str) -> bool:
     if part in FACE:
         return True
-    if other in BASE or (part, other) == ("cli", "__version__"):
+    if other in BASE or (other == "__version__" and part in ("cli", "cluster")):
         return True
     return part in LAYERS and other in LAYERS[: LAYERS.index(part) + 1]
 

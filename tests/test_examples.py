@@ -55,15 +55,15 @@ def test_custom_loop_baseline_learns(baseline: tuple[list[float], list[float]]) 
 def test_custom_loop_has_the_losses_of_the_baseline(
     num_devices: int, baseline: tuple[list[float], list[float]]
 ) -> None:
-    losses, accuracies = epochs_of(run_example("custom_loop.py", "--devices", str(num_devices)))
+    losses, accuracies = epochs_of(run_example("custom_loop_distributed.py", "--devices", str(num_devices)))
     assert losses == pytest.approx(baseline[0], abs=2e-4)
     assert accuracies[-1] > 95
 
 
-def test_custom_loop_shows_how_it_differs_from_the_baseline() -> None:
+@pytest.mark.parametrize("name", ["custom_loop", "estimator"])
+def test_distributed_example_shows_how_it_differs_from_the_baseline(name: str) -> None:
     plain, distributed = (
-        (EXAMPLES / name).read_text().split('"""\n', maxsplit=1)
-        for name in ("custom_loop_baseline.py", "custom_loop.py")
+        (EXAMPLES / f"{name}_{kind}.py").read_text().split('"""\n', maxsplit=1) for kind in ("baseline", "distributed")
     )
     changed = [
         line
@@ -75,7 +75,7 @@ def test_custom_loop_shows_how_it_differs_from_the_baseline() -> None:
 
 
 def test_notebook_has_the_losses_of_the_baseline(tmp_path: Path, baseline: tuple[list[float], list[float]]) -> None:
-    outputs = outputs_of(execute_notebook("custom_loop.ipynb", tmp_path))
+    outputs = outputs_of(execute_notebook("custom_loop_distributed.ipynb", tmp_path))
     losses, accuracies = epochs_of(outputs)
     assert losses == pytest.approx(baseline[0], abs=2e-4)
     assert accuracies[-1] > 95
@@ -85,9 +85,51 @@ def test_notebook_has_the_losses_of_the_baseline(tmp_path: Path, baseline: tuple
     assert f"restored {accuracies[-1]}%; learning rates (0.0001, 0.0001)" in outputs
 
 
-def test_notebook_shows_the_outputs_that_it_gives(baseline: tuple[list[float], list[float]]) -> None:
-    kept = outputs_of((EXAMPLES / "custom_loop.ipynb").read_text())
+def test_notebook_of_the_baseline_has_its_losses(tmp_path: Path, baseline: tuple[list[float], list[float]]) -> None:
+    outputs = outputs_of(execute_notebook("custom_loop_baseline.ipynb", tmp_path))
+    assert epochs_of(outputs)[0] == pytest.approx(baseline[0], abs=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["baseline", "distributed"])
+def test_notebook_shows_the_outputs_that_it_gives(kind: str, baseline: tuple[list[float], list[float]]) -> None:
+    kept = outputs_of((EXAMPLES / f"custom_loop_{kind}.ipynb").read_text())
     assert epochs_of(kept)[0] == pytest.approx(baseline[0], abs=2e-4)
+
+
+def tests_of(text: str) -> list[tuple[int, float, float]]:
+    """The steps, losses and accuracies (in percent) that an Estimator has shown."""
+    found = re.findall(r"step (\d+): loss (\S+), accuracy (\S+)%", text)
+    return [(int(step), float(loss), float(accuracy)) for step, loss, accuracy in found]
+
+
+@pytest.fixture(scope="module")
+def estimator_baseline() -> list[tuple[int, float, float]]:
+    """What the Estimator on one device comes to in four epochs."""
+    return tests_of(run_example("estimator_baseline.py", "--epochs", "4"))
+
+
+def test_estimator_has_the_loss_of_the_baseline_and_goes_on(
+    tmp_path: Path, estimator_baseline: list[tuple[int, float, float]]
+) -> None:
+    command = ["estimator_distributed.py", "--devices", "2", "--model-dir", str(tmp_path)]
+    shown = run_example(*command, "--epochs", "2") + run_example(*command, "--epochs", "4")
+    steps = [line.split()[-1] for line in shown.splitlines() if line.startswith("testing after")]
+    assert steps == ["50", "100"], "what has been trained is not trained again"
+    ((step, loss, accuracy),) = estimator_baseline
+    assert tests_of(shown)[-1] == (step, pytest.approx(loss, abs=2e-3), pytest.approx(accuracy, abs=0.6))
+    assert accuracy > 90
+
+
+@pytest.mark.parametrize("kind", ["baseline", "distributed"])
+def test_estimator_notebook_has_the_losses_that_it_shows(
+    tmp_path: Path, kind: str, estimator_baseline: list[tuple[int, float, float]]
+) -> None:
+    name = f"estimator_{kind}.ipynb"
+    kept = tests_of(outputs_of((EXAMPLES / name).read_text()))
+    found = tests_of(outputs_of(execute_notebook(name, tmp_path)))
+    assert [step for step, _, _ in found] == [150, 50, 100, 150]
+    assert [loss for _, loss, _ in found] == pytest.approx([loss for _, loss, _ in kept], abs=2e-3)
+    assert found[2][1] == pytest.approx(estimator_baseline[0][1], abs=2e-3)
 
 
 def test_demo_shows_that_replicas_agree_and_saves_a_picture(tmp_path: Path) -> None:

@@ -6,14 +6,35 @@ variables are read when they are needed, never at import, so that a program may 
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 SIMULATE = "STRATAGEM_SIMULATE"
+DEVICES = "STRATAGEM_DEVICES"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 KERAS_BACKEND = "KERAS_BACKEND"
+UNBUFFERED = "PYTHONUNBUFFERED"
+FAULT_HANDLER = "PYTHONFAULTHANDLER"
+TF_CONFIG = "TF_CONFIG"
+TOKEN_FILE = "STRATAGEM_TOKEN_FILE"  # noqa: S105  # a path, not the secret
+PORT = "STRATAGEM_PORT"
+NUM_TASKS = "STRATAGEM_NUM_TASKS"
+SERVICE = "STRATAGEM_SERVICE"
+
+# What the starters of clusters set for the tasks that they start.
+TORCHRUN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
+KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
+SLURM_PREFIX = "SLURM_"
 
 _PREFIX = "STRATAGEM_"
-_OWN = (SIMULATE,)
+_OWN = (SIMULATE, DEVICES, TOKEN_FILE, PORT, NUM_TASKS, SERVICE)
 
 
 def simulate() -> str | None:
@@ -21,9 +42,65 @@ def simulate() -> str | None:
     return os.environ.get(SIMULATE)
 
 
+def devices() -> str | None:
+    """Which devices the program was asked to run on, for example `cpu:4`; `stratagem run --devices` sets it."""
+    return os.environ.get(DEVICES)
+
+
 def cuda_visible_devices() -> str | None:
     """Which GPUs the CUDA driver shows to this process; unset means all, empty means none."""
     return os.environ.get(CUDA_VISIBLE_DEVICES)
+
+
+def tf_config() -> str | None:
+    """The cluster and this task, as TensorFlow's users write them."""
+    return os.environ.get(TF_CONFIG)
+
+
+def torchrun() -> dict[str, str]:
+    """What torchrun has set."""
+    return _those_set(TORCHRUN)
+
+
+def slurm() -> dict[str, str]:
+    """What Slurm has set."""
+    return {name: value for name, value in os.environ.items() if name.startswith(SLURM_PREFIX)}
+
+
+def kubernetes() -> dict[str, str]:
+    """What Kubernetes has set."""
+    return _those_set(KUBERNETES)
+
+
+def token_file() -> str | None:
+    """Where the secret of the cluster is; never the secret itself."""
+    return os.environ.get(TOKEN_FILE)
+
+
+def port() -> str | None:
+    """At which port the first task of a cluster listens, where its starter does not say."""
+    return os.environ.get(PORT)
+
+
+def num_tasks() -> str | None:
+    """How many tasks there are, where their starter does not say."""
+    return os.environ.get(NUM_TASKS)
+
+
+def service() -> str | None:
+    """The Kubernetes service in which the tasks have their host names."""
+    return os.environ.get(SERVICE)
+
+
+def python_path() -> list[str]:
+    """Where a new Python process looks for modules, before its own libraries."""
+    return [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+
+
+def for_process(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """The environment of a process to be started: this one's with changes, of which `None` leaves a variable out."""
+    merged = {**os.environ, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
 
 
 def use_torch_for_keras() -> None:
@@ -35,3 +112,7 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> list[tuple[str, str
     """Variables with stratagem's prefix that nothing reads, each with the likeliest meant one."""
     strangers = sorted(name for name in environment if name.startswith(_PREFIX) and name not in _OWN)
     return [(name, difflib.get_close_matches(name, _OWN, n=1, cutoff=0.0)[0]) for name in strangers]
+
+
+def _those_set(names: Iterable[str]) -> dict[str, str]:
+    return {name: os.environ[name] for name in names if name in os.environ}

@@ -55,11 +55,15 @@ class ReplicaError(StratagemError, RuntimeError):
     """Something went wrong in a replica."""
 
 
-class ReplicaDiedError(ReplicaError):
+class LostError(StratagemError):
+    """A process that a strategy cannot do without is gone or does not get on; with a new one it could go on."""
+
+
+class ReplicaDiedError(ReplicaError, LostError):
     """A replica's process ended."""
 
 
-class ReplicaStalledError(ReplicaError):
+class ReplicaStalledError(ReplicaError, LostError):
     """A replica lives but does not get on."""
 
 
@@ -77,3 +81,83 @@ class NonFiniteGradientError(StratagemError, ArithmeticError):
 
 class UnevenDataError(StratagemError, ValueError):
     """Data does not divide over the replicas as it was asked to."""
+
+
+class ClusterError(StratagemError):
+    """Something about the tasks of a cluster is wrong."""
+
+
+class ClusterSpecError(ClusterError, ValueError):
+    """A description of a cluster, or of a task in it, breaks a rule."""
+
+
+class ClusterJoinError(ClusterError, RuntimeError):
+    """The tasks of a cluster did not come together."""
+
+
+class TaskLostError(ClusterError, RuntimeError):
+    """A task of the cluster is gone."""
+
+
+class WorkerError(ClusterError, RuntimeError):
+    """Workers that train together do not do the same."""
+
+
+class WorkerFailedError(WorkerError):
+    """Another worker has failed, so that this one cannot go on."""
+
+
+class WorkerStalledError(WorkerError):
+    """A worker lives, but has not come to where the others wait for it."""
+
+
+class ClusterTimeoutError(ClusterError, TimeoutError):
+    """What a task waited for did not come in time."""
+
+
+class AddressInUseError(ClusterError, OSError):
+    """Another program listens at the address of a task."""
+
+
+class AddressError(ClusterError, OSError):
+    """A task cannot listen at its address."""
+
+
+class TokenError(ClusterError, OSError):
+    """The file with the secret of the cluster cannot be trusted or read."""
+
+
+class HandshakeError(ClusterError, RuntimeError):
+    """Who answers at an address is no task of this cluster."""
+
+
+class ProtocolError(ClusterError, RuntimeError):
+    """A message of another task breaks the rules for messages."""
+
+
+class LaunchError(ClusterError, RuntimeError):
+    """A program cannot be started in the way that was asked for."""
+
+
+class ClusterWarning(StratagemWarning):
+    """A cluster works, but not in the way that someone seems to have meant."""
+
+
+class CheckpointError(StratagemError, RuntimeError):
+    """A checkpoint cannot be written, found or used."""
+
+
+class CheckpointWriteError(CheckpointError, OSError):
+    """A checkpoint could not be brought to the disk; those before it are as they were."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint is not what was written."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """A checkpoint is of another model."""
+
+
+class EstimatorError(StratagemError, ValueError):
+    """An Estimator, or what it was given, breaks a rule."""

@@ -3,13 +3,14 @@
 The names and meanings are TensorFlow's, for torch modules; nothing is kept here.
 """
 
-from stratagem.training.checkpoints import (
+from stratagem.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
-    latest_checkpoint,
+    CheckpointWriteError,
+    EstimatorError,
 )
-from stratagem.training.estimator.checks import EstimatorError
+from stratagem.training.checkpoints import latest_checkpoint
 from stratagem.training.estimator.conversion import model_to_estimator
 from stratagem.training.estimator.estimator import Estimator
 from stratagem.training.estimator.hooks import (
@@ -39,6 +40,7 @@ __all__ = [
     "CheckpointMismatchError",
     "CheckpointSaverHook",
     "CheckpointSaverListener",
+    "CheckpointWriteError",
     "Estimator",
     "EstimatorError",
     "EstimatorSpec",

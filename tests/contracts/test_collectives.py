@@ -15,6 +15,7 @@ from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import Signals
 from stratagem.collectives.to_one import ToOne
 from stratagem.collectives.torch_distributed import TorchDistributed
+from stratagem.collectives.two_level import TwoLevel
 from stratagem.errors import CollectiveError
 from stratagem.replicas.memory import Region
 from tests.collectives.harness import PATIENCE_S, Replicas, meeting_point, same_bits, seeded, shared, started
@@ -29,6 +30,7 @@ class Place:
     control: Region
     slots: Region
     path: str
+    second_machine: tuple[Region, Region]
 
 
 def one_replica(rank: int, size: int, place: Place) -> Collective:
@@ -49,10 +51,24 @@ def gloo(rank: int, size: int, place: Place) -> Collective:
     return collective
 
 
+def two_level(rank: int, size: int, place: Place) -> Collective:
+    """Machines of two replicas each; the last one may have one."""
+    machine, inside = divmod(rank, 2)
+    sizes = [2] * (size // 2) + [1] * (size % 2)
+    control, slots = place.second_machine if machine else (place.control, place.slots)
+    local = SharedMemory(slots, meeting_point(control, inside, sizes[machine]))
+    return TwoLevel(local, gloo(machine, len(sizes), place) if inside == 0 else None, machine, sizes)
+
+
 @dataclass(frozen=True)
 class Row:
     build: Callable[[int, int, Place], Collective]
     size: int
+
+    @property
+    def machine_size(self) -> int:
+        """How many replicas are summed before the machines are."""
+        return 2 if self.build is two_level else self.size
 
     def __str__(self) -> str:
         return f"{self.build.__name__}-{self.size}"
@@ -65,6 +81,8 @@ ROWS = (
     Row(gloo, 2),
     Row(gloo, 3),
     Row(to_one, 2),
+    Row(two_level, 3),
+    Row(two_level, 4),
 )
 MOST_REPLICAS = max(row.size for row in ROWS)
 
@@ -220,7 +238,11 @@ def replicas() -> Iterator[Replicas]:
 def place_for(row: Row, folder: Path) -> Place:
     control, slots = shared(Signals.num_bytes(row.size), SharedMemory.num_bytes(row.size))
     Signals(control, 0, row.size).reset()
-    return Place(control, slots, str(folder / "store"))
+    second = shared(Signals.num_bytes(row.size), SharedMemory.num_bytes(row.size))
+    Signals(second[0], 0, 2).reset()
+    if row.build is two_level:
+        Signals(control, 0, 2).reset()
+    return Place(control, slots, str(folder / "store"), (second[0], second[1]))
 
 
 several = pytest.mark.parametrize("row", [row for row in ROWS if row.size > 1], indirect=True, ids=str, scope="module")
@@ -250,18 +272,19 @@ def place(row: Row, tmp_path: Path) -> Place:
     return place_for(row, tmp_path)
 
 
-def reference(parts: list[torch.Tensor], op: str) -> torch.Tensor:
-    """The same by plain torch, one after the other."""
+def reference(parts: list[torch.Tensor], op: str, machine_size: int) -> torch.Tensor:
+    """The same by plain torch, one after the other, those of one machine first."""
     dtype = parts[0].dtype
     if dtype == torch.bool:
         return functools.reduce(torch.logical_and if op == "min" else torch.logical_or, parts)
     if dtype in INTEGERS:
         return integer_reference(parts, op)
     if dtype.is_floating_point and dtype.itemsize < 4:
-        return reference([part.float() for part in parts], op).to(dtype)
+        return reference([part.float() for part in parts], op, machine_size).to(dtype)
     if op in ("max", "min"):
         return functools.reduce(torch.maximum if op == "max" else torch.minimum, parts)
-    total = functools.reduce(torch.add, parts)
+    machines = [parts[start : start + machine_size] for start in range(0, len(parts), machine_size)]
+    total = functools.reduce(torch.add, [functools.reduce(torch.add, machine) for machine in machines])
     return total / len(parts) if op == "mean" else total
 
 
@@ -299,7 +322,9 @@ def test_all_reduce_equals_plain_torch(
 ) -> None:
     for _, name, got in entries(runs, "all_reduce"):
         if name[2] == op:
-            assert_equal(got, reference([own[name[1]].detach() for own in everyones[: row.size]], op), name)
+            assert_equal(
+                got, reference([own[name[1]].detach() for own in everyones[: row.size]], op, row.machine_size), name
+            )
 
 
 def test_reduce_gives_the_result_to_the_root_only(runs: list[list[Results]], row: Row) -> None:
@@ -307,7 +332,7 @@ def test_reduce_gives_the_result_to_the_root_only(runs: list[list[Results]], row
     for rank, name, got in entries(runs, "reduce"):
         _, op, root = name
         if rank == root:
-            assert_equal(got, reference(parts, op), name)
+            assert_equal(got, reference(parts, op, row.machine_size), name)
         else:
             assert got is None
 
@@ -315,7 +340,7 @@ def test_reduce_gives_the_result_to_the_root_only(runs: list[list[Results]], row
 def test_reduce_scatter_gives_each_its_part(runs: list[list[Results]], row: Row) -> None:
     parts = [numbers_for(torch.float32, 60, rank).view(12, 5) for rank in range(row.size)]
     for rank, name, got in entries(runs, "reduce_scatter"):
-        assert_equal(got, reference(parts, name[1]).chunk(row.size)[rank], name)
+        assert_equal(got, reference(parts, name[1], row.machine_size).chunk(row.size)[rank], name)
 
 
 def test_broadcast_gives_all_the_tensor_of_each_root(

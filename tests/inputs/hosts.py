@@ -1,6 +1,6 @@
 """A strategy without processes, and helpers that look into distributed batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -10,15 +10,34 @@ from stratagem.replicas.values import Deferred, PerReplica
 
 
 class FakeHost:
-    """Calls in this very process what children would be asked to do."""
+    """Calls in this very process what children would be asked to do.
 
-    def __init__(self, num_replicas: int) -> None:
+    Args:
+        num_replicas: How many replicas there are.
+        here: Those of this machine; by default all.
+        pipeline: How many machines read data, and the number of this one.
+        others_have_data: Whether other machines have data, for each time that they are asked.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int,
+        here: range | None = None,
+        pipeline: tuple[int, int] = (1, 0),
+        others_have_data: Iterable[bool] = (),
+    ) -> None:
         self.num_replicas = num_replicas
+        self.replicas_here = range(num_replicas) if here is None else here
+        self.input_pipeline = pipeline
+        self._others_have_data = iter(others_have_data)
         self.calls: list[str] = []
+
+    def is_any(self, has_data: bool) -> bool:
+        return next(self._others_have_data, False) or has_data
 
     def call_in_children(self, function: Callable[..., None], *args: Any) -> None:
         self.calls.append(function.__name__)
-        for _ in range(self.num_replicas - 1):
+        for _ in range(len(self.replicas_here) - 1):
             function(*args)
 
 

@@ -21,6 +21,8 @@ class GroupHost:
     def __init__(self, group):
         self.group = group
         self.num_replicas = len(group.replicas) + 1
+        self.replicas_here = range(self.num_replicas)
+        self.input_pipeline = 1, 0
 
     def call_in_children(self, function, *args):
         self.group.call_all(function, *args)

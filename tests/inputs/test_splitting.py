@@ -14,7 +14,7 @@ Pair = namedtuple("Pair", "x y")
 
 
 def split_over(num_replicas, batch, uneven="allow"):
-    return split(batch, Evenness(uneven, num_replicas), "global batch 0")
+    return split(batch, Evenness(uneven, num_replicas), "global batch 0", range(num_replicas))
 
 
 @given(st.integers(0, 100), st.integers(1, 9))

@@ -71,6 +71,16 @@ class Color(enum.Enum):
     RED = 1
 
 
+def inference_tensor() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(3)
+
+
+@torch.inference_mode()
+def add_one(value: torch.Tensor) -> None:
+    value.add_(1)
+
+
 def aliases(first: list[int], second: list[int]) -> list[list[int]]:
     return [first, second, second, first]
 
@@ -110,6 +120,7 @@ MUTABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "large tensor in one place": (lambda: torch.zeros(10**6), lambda value: value.data[77].fill_(1)),
     "bfloat16": (lambda: torch.zeros(3, dtype=torch.bfloat16), lambda value: value.data.fill_(1)),
     "tensor in other memory": (lambda: torch.zeros(3), lambda value: setattr(value, "data", torch.ones(3))),
+    "inference tensor": (inference_tensor, add_one),
     "requires_grad": (lambda: torch.zeros(3), lambda value: value.requires_grad_()),
     "shape of a tensor": (lambda: torch.zeros(2, 3), lambda value: value.t_()),
     "array": (lambda: np.zeros(3), lambda value: value.fill(1)),
@@ -214,7 +225,7 @@ def test_attributes_of_the_users_module_are_seen(tmp_path: Path, monkeypatch: py
 
 
 def test_what_did_not_change_is_not_sent_again() -> None:
-    weights, array, options, loss = torch.ones(3), np.ones(2), Options(), torch.nn.CrossEntropyLoss()
+    weights, array, options, loss = inference_tensor(), np.ones(2), Options(), torch.nn.CrossEntropyLoss()
 
     def helper(x: Any) -> Any:
         return cross_entropy(x, weights) + options.rate

@@ -201,6 +201,14 @@ def test_training_outside_run(strategy: sg.MirroredStrategy) -> None:
     assert other.grad.tolist() == [1, 1]
 
 
+def test_training_before_the_first_run(strategy: sg.MirroredStrategy) -> None:
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    with pytest.raises(StrategyError, match=r"backward\(\) reached 2 distributed parameter"):
+        model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is None
+
+
 def test_sparse_gradients(strategy: sg.MirroredStrategy) -> None:
     with strategy.scope():
         model = nn.Embedding(5, 2, sparse=True)

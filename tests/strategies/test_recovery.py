@@ -50,6 +50,39 @@ def test_function_whose_arguments_could_not_be_sent_is_sent_again(strategy: sg.M
     assert strategy.run(same, args=(1,)).values == (1, 1)
 
 
+def test_parameters_thawed_before_a_run_that_could_not_be_sent_are_trained_by_the_next(
+    strategy: sg.MirroredStrategy,
+) -> None:
+    with strategy.scope():
+        first, second = nn.Linear(2, 2), nn.Linear(2, 1).requires_grad_(False)
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+
+    def step(_: object) -> float:
+        optimizer.zero_grad()
+        second(first(torch.ones(2))).square().sum().backward()
+        optimizer.step()
+        return float(second.weight.detach().sum())
+
+    before = strategy.run(step, args=(1,))[0]
+    second.requires_grad_(True)
+    with pytest.raises(StrategyError, match="lock"):
+        strategy.run(step, args=(threading.Lock(),))
+    here, there = strategy.run(step, args=(2,)).values
+    assert here == there != before
+
+
+def test_buffers_written_before_a_run_that_could_not_be_sent_reach_the_replicas(four_cpus: None) -> None:
+    with sg.MirroredStrategy(["cpu:2", "cpu:3"], cross_device_ops="to_one") as strategy:
+        with strategy.scope():
+            norm = nn.BatchNorm1d(1)
+        look = lambda _: norm.running_mean.item()  # type: ignore[union-attr]  # noqa: E731
+        assert strategy.run(look, args=(1,)).values == (0, 0)
+        norm.running_mean.fill_(3)  # type: ignore[union-attr]
+        with pytest.raises(StrategyError, match="lock"):
+            strategy.run(look, args=(threading.Lock(),))
+        assert strategy.run(look, args=(1,)).values == (3, 3)
+
+
 def test_optimizer_over_foreign_parameters_is_refused_and_nothing_is_lost(strategy: sg.MirroredStrategy) -> None:
     foreign = nn.Linear(2, 2)
     with strategy.scope():

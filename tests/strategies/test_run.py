@@ -232,6 +232,13 @@ def test_captured_values_are_current(strategy: sg.MirroredStrategy) -> None:
     assert len(set(seen)) == 7
 
 
+def test_captured_inference_tensors_arrive(strategy: sg.MirroredStrategy) -> None:
+    with torch.inference_mode():
+        captured = torch.arange(3)
+    for _ in range(2):
+        assert results(strategy, lambda: captured.sum().item()) == [3, 3]
+
+
 def test_changes_of_captured_values_stay_in_their_replica(strategy: sg.MirroredStrategy) -> None:
     items = [0]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import StrategyError
-from stratagem.training.averaging import ExponentialMovingAverage, average_gradients
+from stratagem.training.averaging import ExponentialMovingAverage
 
 ROWS: dict[str, Callable[[], sg.Strategy]] = {
     "one device": lambda: sg.OneDeviceStrategy("cpu:0"),
@@ -246,6 +246,33 @@ def test_averages_equal_those_of_one_device(strategy: sg.Strategy, inside: bool,
     assert list(seen) == [values_of(ema.average, model)] * strategy.num_replicas_in_sync
 
 
+def test_averages_beside_statistics_in_other_layouts_and_held_by_the_model(strategy: sg.Strategy) -> None:
+    def trained(strategy: sg.Strategy) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        with strategy.scope():
+            model = nn.Sequential(nn.Conv2d(3, 5, 2), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(20, 1))
+            model.to(memory_format=torch.channels_last)
+            sg.convert_sync_batchnorm(model)
+            model.ema = ExponentialMovingAverage(0.8).track(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+            layers = model[:4]
+        assert len(model.ema.state_dict()) == 7
+
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            layers(x).square().mean().backward()
+            optimizer.step()
+            model.ema.apply()
+
+        generator = torch.Generator().manual_seed(2)
+        for batch in strategy.distribute([torch.randn(6, 3, 3, 3, generator=generator) for _ in range(3)]):
+            strategy.run(step, args=(batch,))
+        return [each.detach().clone() for each in model.state_dict().values()]
+
+    for ours, theirs in zip(trained(strategy), trained(sg.get_strategy()), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_averages_first_made_between_runs_can_be_used_inside(strategy: sg.Strategy) -> None:
     model, ema, _ = train(strategy, inside=False, prepare=False)
     expected = copy.deepcopy(ema)
@@ -409,49 +436,3 @@ def test_average_that_does_not_exist() -> None:
         ema.average(torch.ones(3))
     with pytest.raises(StrategyError, match="str 'weight'"):
         ema.average("weight")  # type: ignore[arg-type]
-
-
-# Gradients of towers
-
-
-def test_mean_gradient_of_towers_is_that_of_the_whole_batch() -> None:
-    torch.manual_seed(0)
-    model, x = nn.Linear(3, 2), torch.randn(8, 3)
-    parameters = list(model.parameters())
-
-    def gradients(part: torch.Tensor) -> Any:
-        return zip(torch.autograd.grad(model(part).square().mean(), parameters), parameters, strict=True)
-
-    found = average_gradients([gradients(part) for part in x.chunk(4)])
-    assert [variable for _, variable in found] == parameters
-    for (ours, _), (theirs, _) in zip(found, gradients(x), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_sparse_gradients_and_variables_without_gradient() -> None:
-    weight, unused = torch.zeros(3), torch.zeros(1)
-    sparse = torch.tensor([0.0, 2.0, 0.0]).to_sparse()
-    gradients = average_gradients([[(sparse, weight), (None, unused)], [(sparse, weight), (None, unused)]])
-    assert gradients[0][0] is not None
-    assert gradients[0][0].to_dense().tolist() == [0.0, 2.0, 0.0]
-    assert gradients[1][0] is None
-    assert gradients[1][1] is unused
-
-
-A, B = torch.zeros(2), torch.zeros(3)
-WRONG_TOWERS: dict[str, tuple[Any, str]] = {
-    "none": ([], "one tower or more"),
-    "lengths": ([[(A, A)], [(A, A), (B, B)]], "tower 0 has 1 and tower 1 has 2"),
-    "variables": ([[(A, A)], [(A, B)]], r"variable 0 of shape \(2,\) of tower 0 is another one in tower 1.*\(3,\)"),
-    "some gradients": ([[(A, A)], [(None, A)], [(A, A)]], r"variable 0 of shape \(2,\) has .* tower\(s\) 0, 2 of 3"),
-    "some other gradients": ([[(None, A)], [(A, A)]], r"tower\(s\) 1 of 2"),
-    "shapes": ([[(A, A)], [(B, A)]], r"has shape \(3,\) in tower 1"),
-    "no pairs": ([[A]], "tower 0 has a Tensor"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_TOWERS)
-def test_towers_that_do_not_fit(name: str) -> None:
-    towers, message = WRONG_TOWERS[name]
-    with pytest.raises(StrategyError, match=message):
-        average_gradients(towers)

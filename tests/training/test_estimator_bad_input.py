@@ -47,6 +47,8 @@ SPECS: list[tuple[dict[str, Any], str]] = [
     ({"eval_metric_ops": [loss]}, r"eval_metric_ops is a dict"),
     ({"eval_metric_ops": {"a": 1}}, r"eval_metric_ops\['a'\] is a function, got int 1"),
     ({"eval_metric_ops": {"loss": loss}}, r"adds 'loss' itself"),
+    ({"extra_state": [SGD]}, r"extra_state is a dict from names to objects, got list"),
+    ({"extra_state": {"a": 1}}, r"extra_state\['a'\] is an object with state_dict and load_state_dict, got int 1"),
     ({"training_hooks": [print]}, r"training_hooks is a list of SessionRunHook objects"),
 ]
 
@@ -64,6 +66,11 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"save_checkpoints_steps": 0}, r"save_checkpoints_steps is a positive int, got int 0"),
     ({"save_checkpoints_secs": -1}, r"more than 0, got -1"),
+    ({"save_checkpoints_secs": "9"}, r"save_checkpoints_secs is a number of seconds, more than 0, got '9'"),
+    ({"random_seed": 1.5}, r"random_seed is an int, or None, got float 1.5"),
+    ({"on_save_error": "ignore"}, r"on_save_error is one of 'raise', 'warn', got 'ignore'"),
+    ({"restart": True}, r"restart is one of 'never', 'from_checkpoint', got True"),
+    ({"max_restarts": 0}, r"max_restarts is a positive int, got int 0"),
     ({"keep_checkpoint_max": -1}, r"keep_checkpoint_max is an int, 0 or more, got int -1"),
     ({"log_step_count_steps": 1.5}, r"got float 1.5"),
     ({"train_distribute": "mirrored"}, r"train_distribute is a strategy .* got str 'mirrored'"),
@@ -83,6 +90,8 @@ CALLS: list[tuple[Callable[[sge.Estimator], Any], str]] = [
     (lambda it: it.train(data, steps=True), r"steps is a positive int, got bool True"),
     (lambda it: it.train((X, Y)), r"input_fn is a function that returns the data, got tuple; write input_fn=lambda"),
     (lambda it: it.train(data, hooks=[3]), r"list of SessionRunHook objects, got int 3"),
+    (lambda it: it.train(data, saving_listeners=[3]), r"list of CheckpointSaverListener objects, got int 3"),
+    (lambda it: it.train(data, saving_listeners=3), r"list of CheckpointSaverListener objects, got int 3"),
     (lambda it: it.evaluate(None), r"input_fn is a function"),
     (lambda it: it.evaluate(data, steps=0), r"steps is a positive int"),
     (lambda it: it.predict([X]), r"input_fn is a function"),
@@ -99,8 +108,11 @@ CALLS: list[tuple[Callable[[sge.Estimator], Any], str]] = [
     (lambda _: sge.WarmStartSettings("a", "("), r"regular expression, got '\('"),
     (lambda _: sge.StopAtStepHook(), r"give one of num_steps and last_step"),
     (lambda _: sge.LoggingTensorHook(["lss"]), r"'loss' and 'learning_rate', got 'lss'"),
+    (lambda _: sge.StopAtStepHook(num_steps=0), r"num_steps is a positive int, got int 0"),
     (lambda _: sge.CheckpointSaverHook(), r"give one of save_steps and save_secs"),
-    (lambda _: sge.model_to_estimator(keras_model=3), r"keras_model is not taken yet"),
+    (lambda _: sge.CheckpointSaverHook(save_steps=0), r"save_steps is a positive int, got int 0"),
+    (lambda _: sge.CheckpointSaverHook(save_secs=0), r"save_secs is a number of seconds, more than 0, got 0"),
+    (lambda _: sge.CheckpointSaverHook(save_steps=1, on_error="x"), r"on_error is one of 'raise', 'warn', got 'x'"),
     (lambda _: sge.model_to_estimator(LAYER, loss=loss, optimizer=SGD), r"optimizer is a function that makes one"),
 ]
 
@@ -135,6 +147,7 @@ def test_estimator_refuses_bad_arguments(tmp_path: Path) -> None:
         (lambda: sge.Estimator(model_fn, tmp_path, {}), r"config is a RunConfig, got dict"),  # type: ignore[arg-type]
         (lambda: sge.Estimator(model_fn, "a", sge.RunConfig(model_dir="b")), r"'a' here and 'b' in config"),
         (lambda: sge.Estimator(model_fn, tmp_path, params={"a": 1}), r"params were given, but model_fn takes only"),
+        (lambda: sge.Estimator(model_fn, tmp_path, warm_start_from=3), r"warm-started from .* got int 3"),  # type: ignore[arg-type]
         (lambda: sge.Estimator(lambda features, depth: None, tmp_path), r"needs an argument 'depth'"),  # type: ignore[arg-type,return-value]
     ]
     for call, message in cases:

@@ -1,8 +1,7 @@
 """`stratagem devices`: what is here, how it is divided, how much memory is used."""
 
-import io
 import json
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,7 +11,6 @@ if TYPE_CHECKING:
     from stratagem.devices.survey import Survey
 
 _NOTHING = "-"
-_PIPE_WIDTH = 1000  # a pipe has no width: nothing is cut
 
 
 def devices(
@@ -30,20 +28,15 @@ def devices(
 
 
 def _show(found: "Survey") -> None:
-    from rich.console import Console
+    from stratagem.cli.tables import show
 
-    terminal, page = Console(), io.StringIO()
-    width = terminal.width if terminal.is_terminal else _PIPE_WIDTH
-    console = Console(file=page, width=width, force_terminal=terminal.is_terminal)
-    console.print(_physical_table(found))
-    console.print(_logical_table(found))
-    for line in page.getvalue().splitlines():
-        typer.echo(line.rstrip())
+    show(_physical_table(found), _logical_table(found))
     for note in found.notes:
         typer.echo(f"note: {note}")
 
 
 def _physical_table(found: "Survey") -> "Table":
+    from stratagem.cli.tables import table
     from stratagem.devices.device import mib
 
     columns = ["device", "model", "visible", ">cores", ">memory", ">used"]
@@ -62,10 +55,11 @@ def _physical_table(found: "Survey") -> "Table":
         columns.append("compute")
         for row, each in zip(rows, found.physical, strict=True):
             row.append(".".join(map(str, each.details.compute_capability or ())) or _NOTHING)
-    return _table("Physical devices", columns, rows)
+    return table("Physical devices", columns, rows)
 
 
 def _logical_table(found: "Survey") -> "Table":
+    from stratagem.cli.tables import ranges, table
     from stratagem.devices.device import mib
 
     columns = ["device", "share of", "cores", ">threads", ">memory limit", "growth", "torch"]
@@ -73,7 +67,7 @@ def _logical_table(found: "Survey") -> "Table":
         [
             each.name,
             f"{each.physical.device_type}:{each.physical.index}",
-            _ranges(each.cores) or _NOTHING,
+            ranges(each.cores) or _NOTHING,
             str(each.num_threads or _NOTHING),
             "none" if each.memory_limit_bytes is None else mib(each.memory_limit_bytes),
             "on demand" if each.memory_growth else "at start",
@@ -81,25 +75,4 @@ def _logical_table(found: "Survey") -> "Table":
         ]
         for each in found.logical
     ]
-    return _table("Logical devices", columns, rows)
-
-
-def _ranges(cores: tuple[int, ...]) -> str:
-    """Neighbouring numbers as ranges: `0-3,8`."""
-    starts = [core for core in cores if core - 1 not in cores]
-    ends = [core for core in cores if core + 1 not in cores]
-    return ",".join(str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
-
-
-def _table(title: str, columns: list[str], rows: list[list[str]]) -> "Table":
-    """A table whose first column is never cut; a column that starts with > is aligned to the right."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, column in enumerate(columns):
-        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
-        table.add_column(column.removeprefix(">"), justify=justify, no_wrap=number == 0)
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return table("Logical devices", columns, rows)

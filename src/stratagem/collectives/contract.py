@@ -28,6 +28,7 @@ _WIDER: Final = {
     torch.uint32: torch.int64,
     torch.uint64: torch.int64,  # sums wrap around to the same bits
 }
+_AS_BITS: Final = (torch.uint64,)  # compared by its bits
 _SIGN_BIT: Final = -(2**63)
 _SHAPE: Final = " with shape "
 
@@ -132,6 +133,11 @@ def shapes_of(calls: Sequence[str]) -> list[tuple[int, ...]]:
     """The shapes that the lines of `describe_call` tell."""
     texts = [call.rpartition(_SHAPE)[2].strip("()") for call in calls]
     return [tuple(int(each) for each in text.split(",") if each) for text in texts]
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the type in which it is combined; where that is its own, as it is."""
+    return tensor if tensor.dtype in _AS_BITS else tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
 
 
 def combine(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:

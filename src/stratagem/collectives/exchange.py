@@ -8,7 +8,7 @@ everyone's. Replicas see it through a private mapping: what one does to its grad
 """
 
 import cmath
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -20,6 +20,9 @@ _WINDOW_BYTES = 8 * 2**20
 _NUM_BUFFERS = 2  # while one window is summed, the next is shown
 _BLOCK = 128 * 1024  # elements: what is summed stays in the cache for the next pass
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+# Begins to sum a flat tensor, in place; the function that it returns waits for the sum.
+StartSum = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 
 # A piece of a segment: the segment's number, and where the piece starts and ends in the vector.
 Piece = tuple[int, int, int]
@@ -37,6 +40,7 @@ class Exchange:
         num_elements: The length of the vector.
         signals: The meeting point.
         window_bytes: How much of the vector is exchanged at a time.
+        further: Whether the sum goes on to other machines, so that what nobody here has counts as zero.
     """
 
     def __init__(
@@ -48,15 +52,26 @@ class Exchange:
         num_elements: int,
         signals: Signals,
         window_bytes: int = _WINDOW_BYTES,
+        *,
+        further: bool = False,
     ) -> None:
         self._segments = list(segments)
         self._signals = signals
         self._total = total
+        self._further = further
+        self._between: StartSum | None = None
+        self._on_their_way: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
+        self._num_early = 0
+        self._last: int | None = None
         rank, size = signals.rank, signals.size
         width = _window(num_elements, dtype, window_bytes)
         count = _NUM_BUFFERS * size * width
         self._slots = slots.shared(dtype, 0, count).view(_NUM_BUFFERS, size, width)
-        self._presence = slots.shared(torch.uint8, count * dtype.itemsize, size * len(segments)).view(size, -1).numpy()
+        num_rows = size + 1  # the last is for what anybody has, on any machine
+        presence = (
+            slots.shared(torch.uint8, count * dtype.itemsize, num_rows * len(segments)).view(num_rows, -1).numpy()
+        )
+        self._presence, self._anywhere = presence[:size], presence[size]
         self._sum = total.shared(dtype, 0, num_elements)
         self.sum = total.private(dtype, 0, num_elements)
         self._windows: list[tuple[int, list[Piece], list[Piece]]] = []  # start, pieces shown, pieces summed here
@@ -72,34 +87,85 @@ class Exchange:
     ) -> int:
         """How much memory the slots need."""
         width = _window(num_elements, dtype, window_bytes)
-        return size * (_NUM_BUFFERS * dtype.itemsize * width + num_segments) + PAGE_BYTES
-
-    def present_in(self) -> list[list[int]]:
-        """For each segment the replicas that had it, in the last sum."""
-        return [[int(rank) for rank in column.nonzero()[0]] for column in self._presence.T]
+        return size * _NUM_BUFFERS * dtype.itemsize * width + (size + 1) * num_segments + PAGE_BYTES
 
     def forget(self) -> None:
         """Gives up what this replica changed in the last sum, before the next one is made."""
         self._total.drop(self._total.written_pages())
 
-    def add_up(self, vectors: Sequence[torch.Tensor | None]) -> tuple[list[bool], bool]:
+    def add_up(
+        self, vectors: Sequence[torch.Tensor | None], between: "StartSum | None" = None
+    ) -> tuple[list[bool], bool]:
         """Sums the vectors of all replicas. The sum is whole after the next barrier.
 
         Args:
             vectors: This replica's segments, flat; `None` where it has none.
+            between: Begins to sum a window over the machines, in place; the result waits for that. Given in one
+                replica of each machine, which then calls `finish` after the next barrier.
         Returns:
             For each segment whether anybody had it, and whether what was summed here is finite.
         """
         rank = self._signals.rank
         self._presence[rank] = [vector is not None for vector in vectors]
         finite = True
-        for number, (start, shown, summed) in enumerate(self._windows):
-            slots = self._slots[number % _NUM_BUFFERS]
+        self._between, self._last = between, None
+        num_early, self._num_early = self._num_early, 0
+        rest = range(len(self._windows) - num_early)
+        # On their way to other machines the last window is the first: a backward pass gives gradients in that order.
+        for turn, number in enumerate(reversed(rest) if self._further else rest):
+            start, shown, summed = self._windows[number]
+            slots = self._slots[turn % _NUM_BUFFERS]
             self._show(vectors, shown, slots[rank], start)
             # Whoever passes has summed the window before this one: its buffer is free for the next.
             self._signals.barrier()
+            if self._last is not None:
+                self._send_on(self._last)
             finite &= self._sum_up(vectors, summed, slots, start)
+            self._last = number
         return [bool(each) for each in self._presence.max(axis=0)], finite
+
+    def next_segments(self) -> range:
+        """The segments that the next window to be sent early consists of."""
+        number = len(self._windows) - 1 - self._num_early
+        pieces = self._windows[number][2] if number >= 0 else []
+        return range(pieces[0][0], pieces[-1][0] + 1) if pieces else range(0)
+
+    def send_early(self, vectors: Mapping[int, torch.Tensor], between: "StartSum") -> None:
+        """Begins to sum the next window over the machines, before the others are there.
+
+        For a replica that is alone on its machine. `add_up` takes the rest.
+        """
+        number = len(self._windows) - 1 - self._num_early
+        for segment, first, last in self._windows[number][2]:
+            offset = self._segments[segment][0]
+            self._sum[first:last].copy_(vectors[segment][first - offset : last - offset])
+        self._between = between
+        self._num_early += 1
+        self._send_on(number)
+
+    def finish(self) -> bool:
+        """Waits until all windows are summed over the machines; tells whether the sum is finite."""
+        if self._last is not None:
+            self._send_on(self._last)
+        waiting, self._on_their_way = self._on_their_way, []
+        for _, wait in waiting:
+            wait()
+        return all(_is_finite(window) for window, _ in waiting)
+
+    def note_anywhere(self, present: Sequence[int]) -> None:
+        """Lets the others of this machine know which segments anybody has, on any machine."""
+        self._anywhere[:] = present
+
+    def anywhere(self) -> list[bool]:
+        """What was noted before the last barrier."""
+        return [bool(each) for each in self._anywhere]
+
+    def _send_on(self, number: int) -> None:
+        if self._between is not None:
+            start = self._windows[number][0]
+            end = self._windows[number + 1][0] if number + 1 < len(self._windows) else len(self._sum)
+            window = self._sum[start:end]
+            self._on_their_way.append((window, self._between(window)))
 
     def _show(
         self, vectors: Sequence[torch.Tensor | None], pieces: Sequence[Piece], slot: torch.Tensor, start: int
@@ -129,6 +195,8 @@ class Exchange:
                     parts.append(slots[rank, first - start : last - start])
             if parts:
                 finite &= _add(parts, self._sum[first:last])
+            elif self._further:
+                self._sum[first:last].zero_()
         return finite
 
     def _pieces(self, first: int, last: int) -> list[Piece]:
@@ -166,5 +234,9 @@ def _add(parts: Sequence[torch.Tensor], target: torch.Tensor) -> bool:
             for other in others[1:]:
                 block.add_(other)
         total += block.sum().item()
-    # One number shows whether any is not finite; only then is it worth looking at each.
     return cmath.isfinite(total) or bool(target.isfinite().all())
+
+
+def _is_finite(row: torch.Tensor) -> bool:
+    """One number shows for many whether any is not finite; only then is it worth looking at each."""
+    return cmath.isfinite(row.sum().item()) or bool(row.isfinite().all())

@@ -2,16 +2,16 @@
 
 Owns its process groups; the user's default group is neither used nor touched. Replicas of one
 machine find each other through a file in a folder that only their user can enter, and gloo listens
-on loopback only. Every reduction but `start_all_reduce` is done here, in the order of the replicas,
-so that its bits do not depend on the algorithm that a backend chooses.
+on loopback only; tasks of a cluster through a store of theirs, and gloo listens on the task's
+address. Every reduction but `start_all_reduce` is done here, in the order of the replicas, so that
+its bits do not depend on the algorithm that a backend chooses.
 """
 
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, Final, final
 import torch
 import torch.distributed
 
+from stratagem.collectives.connections import connections_on, hang_up
 from stratagem.collectives.contract import (
     Collective,
     check_calls,
@@ -30,48 +31,17 @@ from stratagem.collectives.contract import (
     flat,
     shapes_of,
 )
+from stratagem.collectives.waiting import Pending, is_completed, is_over, result_of, wait_in_slices
 from stratagem.errors import CollectiveError
 
 _LOOPBACK: Final = "127.0.0.1"
 _NOTE_BYTES: Final = 512
 _PIECE_BYTES: Final = 8 * 2**20  # bounds the memory that a reduction needs beside its result
-_SLICE_S: Final = 0.1
-_LOOK_S: Final = 0.0002  # how often a GPU is asked whether it is done
 _LOW_PRECISION: Final = (torch.float16, torch.bfloat16)
 _IN_PLACE: Final = (*_LOW_PRECISION, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 # Its stubs know neither the stores nor the options of the groups as they are in this release.
 _c10d: Final[Any] = torch.distributed
-
-
-@final
-class Pending:
-    """A sum on its way. Until `wait` returns, its tensor must be neither read nor written.
-
-    Args:
-        finish: Takes the result in, or raises what went wrong.
-        is_done: Waits at most so many seconds; tells whether there is something to take in.
-        attend: Called after each slice of waiting with the seconds waited so far; may raise.
-    """
-
-    def __init__(
-        self, finish: Callable[[], None], is_done: Callable[[float], bool], attend: Callable[[float], None]
-    ) -> None:
-        self._finish: Callable[[], None] | None = finish
-        self._is_done = is_done
-        self._attend = attend
-
-    def wait(self) -> None:
-        """Returns when the tensor holds the sum.
-
-        Raises:
-            CollectiveError: Replicas summed tensors of other types or sizes, or one is gone.
-        """
-        if self._finish is None:
-            return
-        _wait_in_slices(self._is_done, self._attend)
-        finish, self._finish = self._finish, None
-        finish()
 
 
 @final
@@ -85,11 +55,12 @@ class TorchDistributed(Collective):
         size: How many there are.
         path: A file that does not exist yet, the same for all replicas, in a folder of mode 0700
             that belongs to whoever builds the collective.
+        store: In the place of a file: a store of torch through which all find each other.
+        address: On which address of this machine gloo listens.
         timeout_s: How long a replica waits for the others in every exchange.
         start_timeout_s: How long it waits for them in `start`; by default the same.
-        attend: Called after each slice of waiting in `start`, and for a sum that was started, with
-            the seconds waited so far; may raise, which ends the wait. The collective can only be
-            closed then.
+        attend: Called after each slice of waiting with the seconds waited so far; may raise, which
+            ends the wait. The collective can only be closed then.
 
     Raises:
         CollectiveError: Others could enter the folder of `path`, or it is not there.
@@ -109,14 +80,19 @@ class TorchDistributed(Collective):
         rank: int,
         size: int,
         *,
-        path: str | Path,
+        path: str | Path | None = None,
+        store: Any = None,
+        address: str = _LOOPBACK,
         timeout_s: float = 60.0,
         start_timeout_s: float | None = None,
-        attend: Callable[[float], None] = lambda _: None,
+        attend: Callable[[float], None] | None = None,
     ) -> None:
         super().__init__(rank, size)
-        _check_folder(Path(path).absolute().parent)
-        self._path = str(path)
+        if path is not None:
+            _check_folder(Path(path).absolute().parent)
+        self._path, self._given_store = path, store
+        self._address = address
+        self._sockets: list[int] = []
         self.timeout_s = timeout_s
         self._start_timeout_s = timeout_s if start_timeout_s is None else start_timeout_s
         self._attend = attend
@@ -132,13 +108,13 @@ class TorchDistributed(Collective):
         Raises:
             CollectiveError: Some did not come in time.
         """
-        self._store = _c10d.FileStore(self._path, self.size)
+        self._store = self._given_store or _c10d.FileStore(str(self._path), self.size)
         self._store.set_timeout(timedelta(seconds=self._start_timeout_s))
         connecting: Future[str] = Future()
         # Torch waits without looking around, so that another thread does it, which no exit waits for.
         threading.Thread(target=lambda: connecting.set_result(self._try_gloo()), daemon=True).start()
         try:
-            _wait_in_slices(partial(_is_over, connecting), self._attend)
+            wait_in_slices(partial(is_over, connecting), self._attend or _ignore)
         except BaseException:
             self._store = None
             raise
@@ -214,12 +190,30 @@ class TorchDistributed(Collective):
         if tensor.device.type == "cpu":
             # gloo ends the process if the sizes differ, so that it may only begin when all have
             # told theirs; a thread waits for that, and the caller goes on.
-            self._thread = self._thread or ThreadPoolExecutor(1, "stratagem-all-reduce")
-            future = self._last = self._thread.submit(self._sum, call, numbers)
-            return Pending(partial(_result, call, future), partial(_is_over, future), self._attend)
+            future = self._submit(partial(self._sum, call, numbers))
+            return Pending(partial(result_of, call, future), partial(is_over, future), self._attend or _ignore)
         # NCCL queues its work and goes on; to compare sizes first would hold up the caller.
         work = self._group(numbers).allreduce([numbers])
-        return Pending(partial(self._finish, call, [work].pop), partial(_is_completed, work), self._attend)
+        return Pending(partial(self._finish, call, [work].pop), partial(is_completed, work), self._attend or _ignore)
+
+    def start_sum(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """The same; the result waits, and gives the tensor."""
+        pending = self.start_all_reduce(flat)
+
+        def wait_for_sum() -> torch.Tensor:
+            pending.wait()
+            return flat
+
+        return wait_for_sum
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """The short rows of all replicas, one below the other, in a single exchange.
+
+        Nothing is compared before: all give a row of the same type and length.
+        """
+        rows = row.new_empty(self.size, row.numel())
+        self._finish("gather_rows", partial(self._allgather, rows.view(-1), row))
+        return rows
 
     def close(self) -> None:
         """Cuts the connections. Waits for a sum that is under way, no longer than `timeout_s`; drops the next ones."""
@@ -231,7 +225,30 @@ class TorchDistributed(Collective):
         # The last replica to let go of the store removes its file.
         self._thread = self._last = self._nccl = self._gloo = self._store = None
 
+    def cut(self) -> None:
+        """Ends what is under way, also if another replica neither answers nor hangs up; then only `close` is left.
+
+        Gloo itself would wait until its timeout.
+        """
+        hang_up(self._sockets)
+        self._sockets = []
+
+    def _submit(self, function: Callable[[], None]) -> "Future[None]":
+        """Lets the thread of this collective do something, after what it was given before."""
+        self._thread = self._thread or ThreadPoolExecutor(1, "stratagem-all-reduce")
+        self._last = self._thread.submit(function)
+        return self._last
+
     def _finish(self, call: str, begin: Callable[[], Any]) -> None:
+        """Does work of a group, while somebody attends to the world, if they want to."""
+        if self._attend is None:
+            self._do(call, begin)
+            return
+        future = self._submit(partial(self._do, call, begin))
+        wait_in_slices(partial(is_over, future), self._attend)
+        result_of(call, future)
+
+    def _do(self, call: str, begin: Callable[[], Any]) -> None:
         """Begins work of a group and waits for it; says what it was if that fails."""
         # Nothing here keeps the group or its work in a variable, nor the error of torch, which
         # does: whoever holds on to our error must not hold on to sockets.
@@ -261,35 +278,38 @@ class TorchDistributed(Collective):
         return self._group(row).allreduce([row])
 
     def _sum(self, call: str, numbers: torch.Tensor) -> None:
-        check_calls(self._exchange_notes(call))
+        notes, own = self._notes_for(call)
+        self._do(call, partial(self._allgather, notes, own))
+        check_calls(_texts(notes))
         if not numbers.numel():
             return
         carrier = numbers.float() if numbers.dtype in _LOW_PRECISION else numbers
-        self._finish(call, partial(self._allreduce, carrier))
+        self._do(call, partial(self._allreduce, carrier))
         if carrier is not numbers:
             numbers.copy_(carrier)
 
     def _drain(self) -> None:
         """Lets what the thread has begun come to its end: a group must be used in one order by all."""
-        if self._last is not None:
+        if self._last is not None and self._attend is None:  # else all work is the thread's
             wait([self._last])
             self._last = None
 
     def _agree(self, call: str, *, any_shape: bool = False) -> list[str]:
         """Tells the others what this replica is about to do; returns what all of them are."""
+        self._check_connected()
         self._drain()
-        calls = self._exchange_notes(call)
+        notes, own = self._notes_for(call)
+        self._finish(call, partial(self._allgather, notes, own))
+        calls = _texts(notes)
         check_calls(calls, any_shape=any_shape)
         return calls
 
-    def _exchange_notes(self, call: str) -> list[str]:
-        self._check_connected()
+    def _notes_for(self, call: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for the notes of all, and this replica's own."""
         note = call.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0")
-        own = torch.frombuffer(bytearray(note), dtype=torch.uint8)
-        notes = torch.empty(self.size * _NOTE_BYTES, dtype=torch.uint8)
-        self._finish(call, partial(self._allgather, notes, own))
-        rows = notes.view(self.size, _NOTE_BYTES).numpy()
-        return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+        return torch.empty(self.size * _NOTE_BYTES, dtype=torch.uint8), torch.frombuffer(
+            bytearray(note), dtype=torch.uint8
+        )
 
     def _check_connected(self) -> None:
         if self._gloo is None:
@@ -323,9 +343,11 @@ class TorchDistributed(Collective):
     def _connect_gloo(self) -> Any:
         options = _c10d.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=self._start_timeout_s)
-        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=self._address)]
         store = _c10d.PrefixStore("gloo", self._store)
+        before = connections_on(self._address)
         group = _c10d.ProcessGroupGloo(store, self.rank, self.size, options)
+        self._sockets = list(connections_on(self._address) - before)
         group._set_default_timeout(timedelta(seconds=self.timeout_s))
         return group
 
@@ -334,6 +356,15 @@ class TorchDistributed(Collective):
         options._timeout = timedelta(seconds=self.timeout_s)
         store = _c10d.PrefixStore("nccl", self._store)
         return _c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
+
+
+def _texts(notes: torch.Tensor) -> list[str]:
+    rows = notes.view(-1, _NOTE_BYTES).numpy()
+    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def _ignore(_: float) -> None:
+    """Nobody attends."""
 
 
 def _padded(row: torch.Tensor, multiple: int) -> torch.Tensor:
@@ -358,32 +389,6 @@ def _check_folder(folder: Path) -> None:
             f"replicas meet in a folder that only their user can enter; {str(folder)!r} has mode "
             f"{stat.filemode(status.st_mode)} and belongs to user {status.st_uid}. Use tempfile.mkdtemp(), or chmod 700"
         )
-
-
-def _wait_in_slices(is_done: Callable[[float], bool], attend: Callable[[float], None]) -> None:
-    start = time.monotonic()
-    while not is_done(_SLICE_S):
-        attend(time.monotonic() - start)
-
-
-def _is_over(future: "Future[Any]", patience_s: float) -> bool:
-    return future.done() or bool(wait([future], patience_s).done)
-
-
-def _is_completed(work: Any, patience_s: float) -> bool:
-    deadline = time.monotonic() + patience_s
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_LOOK_S)
-    return True
-
-
-def _result(call: str, future: "Future[None]") -> None:
-    try:
-        future.result()
-    except CancelledError as error:
-        raise CollectiveError(f"{call} had not begun when its collective was closed; wait before you close") from error
 
 
 def _reason(error: BaseException) -> str:

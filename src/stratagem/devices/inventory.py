@@ -14,15 +14,22 @@ import torch
 
 from stratagem import _env
 from stratagem._caller import calling_line, warn_caller
-from stratagem.devices import absence, lookup, masks, simulated
+from stratagem.devices import absence, lookup, masks, requested, simulated
 from stratagem.devices.accelerators import Accelerator, of_this_machine
 from stratagem.devices.device import DeviceDetails, LogicalDevice, LogicalDeviceConfiguration, PhysicalDevice
 from stratagem.devices.division import Share, divide, split_cores
 from stratagem.devices.host import Host
 from stratagem.devices.lookup import DeviceLike
+from stratagem.devices.requested import Request
 from stratagem.devices.simulated import Simulation
 from stratagem.devices.spec import CPU, GPU, KINDS, parse_kind
-from stratagem.errors import DeviceConfigurationError, DevicesInUseError, DeviceTypeError, DeviceWarning
+from stratagem.errors import (
+    DeviceConfigurationError,
+    DeviceNotFoundError,
+    DevicesInUseError,
+    DeviceTypeError,
+    DeviceWarning,
+)
 
 
 @final
@@ -63,7 +70,10 @@ class Inventory:
         """Puts simulated devices in the place of all devices of that kind."""
         simulation = Simulation(kind, count, memory_limit)
         simulated.check_fit((self._simulations() | {simulation.kind: simulation}).values(), self._host_memory_bytes)
-        self._require_unused(f"simulate_devices({kind!r}, {count})")
+        call = f"simulate_devices({kind!r}, {count})"
+        self._require_unused(call)
+        if (request := self._request()) and simulation.kind not in request.counts:
+            raise _contradiction(call, request, f"leaves no {simulation.kind}")
         self._simulated[simulation.kind] = simulation
         self._visible.pop(simulation.kind, None)
         for configured in (self._parts, self._growth):
@@ -82,7 +92,7 @@ class Inventory:
         devices = []
         for each in _kinds(kind):
             existing = self._physical_of(each)
-            chosen = self._visible.get(each, existing)
+            chosen = self._visible[each] if each in self._visible else self._requested_of(each, self._request())
             # The environment may have changed since they were chosen.
             for gone in [device for device in chosen if device not in existing]:
                 self._warn_once(f"{gone.name} was made visible, but does not exist any more")
@@ -106,8 +116,12 @@ class Inventory:
                     f"{device.name} is not a {kinds[0]}; leave the kind out to choose devices of several kinds"
                 )
         self._require_unused("set_visible_devices()")
-        for each in kinds:
-            self._visible[each] = tuple(device for device in chosen if device.device_type == each)
+        wanted = {each: tuple(device for device in chosen if device.device_type == each) for each in kinds}
+        request = self._request()
+        for each, devices_of_kind in wanted.items():
+            if request and each != CPU and devices_of_kind != tuple(self._requested_of(each, request)):
+                raise _contradiction("set_visible_devices()", request, f"asks for other {each}s")
+        self._visible |= wanted
 
     # How it is divided
 
@@ -115,12 +129,16 @@ class Inventory:
         """Divides one physical device."""
         physical = self.find_physical(device)
         divide(physical, self._details(physical), self._cores(physical), parts)
-        self._require_unused(f"set_logical_device_configuration({physical.name!r}, ...)")
+        call = f"set_logical_device_configuration({physical.name!r}, ...)"
+        self._require_unused(call)
+        request = self._request()
+        if request and physical.device_type == CPU and request.num_cpus not in (None, len(parts)):
+            raise _contradiction(f"{call} with {len(parts)} share(s)", request, f"asks for {request.num_cpus}")
         self._parts[physical] = tuple(parts)
 
     def configuration(self, device: DeviceLike) -> list[LogicalDeviceConfiguration] | None:
         """How it was divided; `None` if it was not."""
-        parts = self._parts.get(self.find_physical(device))
+        parts = self._parts_of(self.find_physical(device))
         return None if parts is None else list(parts)
 
     def set_growth(self, device: DeviceLike, grows: bool) -> None:
@@ -204,6 +222,33 @@ class Inventory:
     def _simulations(self) -> dict[str, Simulation]:
         return simulated.read_variable(_env.simulate(), self._host_memory_bytes) | self._simulated
 
+    # What the environment asks for
+
+    def check(self, request: Request) -> None:
+        """Refuses a request for more devices than there are."""
+        for kind in request.counts:
+            self._requested_of(kind, request)
+
+    def _request(self) -> Request | None:
+        return requested.read_variable(_env.devices())
+
+    def _requested_of(self, kind: str, request: Request | None) -> list[PhysicalDevice]:
+        existing = self._physical_of(kind)
+        if request is None or kind == CPU:
+            return existing
+        count = request.counts.get(kind, 0)
+        if (count is None and not existing) or (count or 0) > len(existing):
+            names = ", ".join(f"{device.device_type}:{device.index}".lower() for device in existing)
+            here = f"{len(existing)} ({names})" if existing else f"none. {self._why_none(kind) or 'All are hidden'}"
+            asked = f"{count} {kind}s" if count else f"every {kind}"
+            raise DeviceNotFoundError(f"{request.text!r} asks for {asked}, this machine has {here}")
+        return existing[:count]
+
+    def _parts_of(self, device: PhysicalDevice) -> tuple[LogicalDeviceConfiguration, ...] | None:
+        parts = self._parts.get(device)
+        request = self._request() if parts is None and device.device_type == CPU else None
+        return (LogicalDeviceConfiguration(),) * request.num_cpus if request and request.num_cpus else parts
+
     def mask_complaint(self) -> str | None:
         """What is wrong with `CUDA_VISIBLE_DEVICES` for the GPUs here, real or simulated."""
         text = _env.cuda_visible_devices()
@@ -259,7 +304,7 @@ class Inventory:
         return split_cores(self._host_cores, simulation.count)[self._mask(simulation)[device.index]]
 
     def _shares(self, device: PhysicalDevice) -> list[Share]:
-        parts = self._parts.get(device)
+        parts = self._parts_of(device)
         if parts is None and self.accelerator(device):
             return [Share(cores=(), memory_limit_bytes=None)]  # without waking the driver for its details
         return divide(device, self._details(device), self._cores(device), parts)
@@ -284,6 +329,13 @@ class Inventory:
                 f"memory growth is a setting of GPUs, got {physical.name}; memory of a CPU always grows when needed"
             )
         return physical
+
+
+def _contradiction(call: str, request: Request, what: str) -> DeviceConfigurationError:
+    return DeviceConfigurationError(
+        f"{call} contradicts {_env.DEVICES}={request.text!r} (stratagem run --devices), which {what}; "
+        f"leave one of the two out"
+    )
 
 
 def this_process() -> Inventory:

@@ -58,6 +58,8 @@ def find(device: DeviceLike, spec: DeviceSpec, known: Sequence[_Device], sort: s
         more = "; divide the CPU with set_logical_device_configuration to have more"
     if spec.device_type == GPU and (mask := _env.cuda_visible_devices()) is not None:
         more = f"; {_env.CUDA_VISIBLE_DEVICES}={mask!r} hides those that it does not list"
+    if not known and (request := _env.devices()) is not None:
+        more = f"; {_env.DEVICES}={request!r} does not name them"
     raise DeviceNotFoundError(f"{asked}: this process has {here}{more}")
 
 

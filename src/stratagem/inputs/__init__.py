@@ -1,11 +1,12 @@
 """How global batches come to the replicas."""
 
-from stratagem.inputs.distribution import distribute, distribute_from_function
+from stratagem.inputs.distribution import Distributed, distribute, distribute_from_function
 from stratagem.inputs.host import Host, InputContext
 from stratagem.inputs.indexed import DistributedLoader
 from stratagem.inputs.streams import DistributedStream
 
 __all__ = [
+    "Distributed",
     "DistributedLoader",
     "DistributedStream",
     "Host",

@@ -12,14 +12,22 @@ from stratagem.errors import StrategyError
 from stratagem.inputs.arrays import ArrayDataset, as_they_are
 from stratagem.inputs.host import Host, InputContext
 from stratagem.inputs.indexed import DistributedLoader
+from stratagem.inputs.own_data import OneMachine, OwnData, files_of_this_machine
 from stratagem.inputs.splitting import Evenness
 from stratagem.inputs.streams import DistributedStream, Feed, FunctionFeed, MadeFeed, OneTimeFeed, RepeatedFeed
 
-Distributed = DistributedLoader | DistributedStream
+Distributed = DistributedLoader | DistributedStream | OwnData
+AUTO_SHARD = ("data", "file", "off")
 
 
 def distribute(
-    data: Any, host: Host, *, global_batch_size: int | None = None, shuffle: bool = False, uneven: str = "allow"
+    data: Any,
+    host: Host,
+    *,
+    global_batch_size: int | None = None,
+    shuffle: bool = False,
+    uneven: str = "allow",
+    auto_shard: str = "data",
 ) -> Distributed:
     """Divides data over the replicas: replica i gets the i-th contiguous slice of each global batch.
 
@@ -37,6 +45,7 @@ def distribute(
         global_batch_size: The size of a global batch, for datasets, tensors and arrays.
         shuffle: Whether datasets, tensors and arrays are put in a new order for each epoch.
         uneven: `allow`, or `error` to refuse batches that do not divide evenly.
+        auto_shard: How several machines share data; see `Strategy.distribute`.
     Raises:
         StrategyError: The data is of another kind, or does not go with the other arguments.
         UnevenDataError: A batch does not divide evenly, and `uneven` is `error`.
@@ -48,6 +57,13 @@ def distribute(
             "shuffle=True goes with global_batch_size=, for datasets, tensors and arrays; "
             "a DataLoader or an iterable of batches has its own order"
         )
+    if auto_shard not in AUTO_SHARD:
+        raise StrategyError(f"auto_shard is one of {', '.join(map(repr, AUTO_SHARD))}, got {auto_shard!r}")
+    if auto_shard != "data" and host.input_pipeline[0] > 1:
+        own = files_of_this_machine(data, host) if auto_shard == "file" else data
+        return OwnData(
+            distribute(own, OneMachine(host), global_batch_size=global_batch_size, shuffle=shuffle, uneven=uneven), host
+        )
     evenness = Evenness(uneven, host.num_replicas)
     if global_batch_size is not None:
         return _of_examples(data, host, evenness, global_batch_size, shuffle)
@@ -57,7 +73,7 @@ def distribute(
     return DistributedStream(_feed_of(data), host, evenness)
 
 
-def distribute_from_function(fn: Callable[[InputContext], Iterable[Any]], host: Host) -> DistributedStream:
+def distribute_from_function(fn: Callable[[InputContext], Iterable[Any]], host: Host) -> Distributed:
     """Gives each replica batches that a function makes, already of per-replica size.
 
     Args:
@@ -70,8 +86,9 @@ def distribute_from_function(fn: Callable[[InputContext], Iterable[Any]], host: 
     """
     if not callable(fn):
         raise StrategyError(f"distribute_from_function takes a function of an InputContext, got {type(fn).__name__}")
-    context = InputContext(1, 0, host.num_replicas)
-    return DistributedStream(FunctionFeed(fn, context), host, Evenness("allow", host.num_replicas), per_replica=True)
+    context = InputContext(*host.input_pipeline, host.num_replicas)
+    stream = DistributedStream(FunctionFeed(fn, context), host, Evenness("allow", host.num_replicas), per_replica=True)
+    return OwnData(stream, host) if host.input_pipeline[0] > 1 else stream
 
 
 def _of_examples(data: Any, host: Host, evenness: Evenness, global_batch_size: int, shuffle: bool) -> Distributed:

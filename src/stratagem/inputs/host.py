@@ -19,6 +19,17 @@ class Host(Protocol):
     def num_replicas(self) -> int:
         """How many replicas share a global batch."""
 
+    @property
+    def replicas_here(self) -> range:
+        """Those of them that this program drives; the others are other machines'."""
+
+    @property
+    def input_pipeline(self) -> tuple[int, int]:
+        """How many programs read data, and the number of this one."""
+
+    def is_any(self, has_data: bool) -> bool:
+        """Whether any of the programs that read data still has some; all ask at the same time."""
+
     def call_in_children(self, function: Callable[..., None], *args: Any) -> None:
         """Calls a function in every child process and waits; does nothing where there are none (any more)."""
 

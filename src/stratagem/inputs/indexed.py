@@ -164,6 +164,14 @@ class _Epoch(Iterator[Any]):
         self._fill(self._num_ahead)
         return self._batch(number, parts, counts)
 
+    def skip(self) -> bool:
+        """Passes over the next batch without loading it; whether there was one."""
+        self._fill(1)
+        if self._window:
+            self._window.popleft()
+            return True
+        return False
+
     def close(self) -> None:
         """Ends the epoch in all replicas."""
         if self._open:
@@ -190,28 +198,31 @@ class _Epoch(Iterator[Any]):
             self._window.append((number, [indices[begin:end] for begin, end in offsets(sizes)], sizes))
 
     def _batch(self, number: int, parts: list[Indices], counts: tuple[int, ...]) -> Any:
-        owner = self._owner
+        owner, here = self._owner, self._owner.host.replicas_here
+        counts = tuple(counts[replica] for replica in here)
         first = self._portion(0, number, parts)
         owner.probe(first)
         first = self._portion(0, number, parts)
         leaves, structure = first.flatten(portions.load(first))
-        others = [self._portion(replica, number, parts) for replica in range(1, len(parts)) if counts[replica]]
+        others = [self._portion(place, number, parts) for place in range(1, len(here)) if counts[place]]
         joined = []
         for position, leaf in enumerate(leaves):
-            values = [leaf, *(Part(portion, position, len(leaves)) for portion in others)]
-            values += [emptied(leaf, counts[0])] * (len(parts) - len(values))
+            own = leaf if counts[0] else emptied(leaf, len(first.indices))
+            values = [own, *(Part(portion, position, len(leaves)) for portion in others)]
+            values += [emptied(leaf, len(first.indices))] * (len(here) - len(values))
             joined.append(PerReplica(values, counts))
         return assemble(joined, structure)
 
-    def _portion(self, replica: int, number: int, parts: list[Indices]) -> Portion:
-        owner = self._owner
+    def _portion(self, place: int, number: int, parts: list[Indices]) -> Portion:
+        """What the replica at a place of this machine loads; the first also where nothing is left, for its form."""
+        owner, replica = self._owner, self._owner.host.replicas_here[place]
         return Portion(
             owner.key,
             self._number,
             self._seed,
             replica,
             number,
-            parts[replica],
+            parts[replica] or parts[0][:1],
             tuple((each, own[replica]) for each, own, _ in self._window if own[replica]),
             owner.template,
             owner.lease,

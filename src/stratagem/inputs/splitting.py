@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stratagem.errors import StrategyError, UnevenDataError
-from stratagem.replicas.values import PerReplica
+from stratagem.replicas.values import PerReplica, load_deferred
 
 _log = logging.getLogger("stratagem")
 
@@ -129,12 +129,23 @@ def num_examples_of(leaves: Sequence[Any], what: str) -> int:
     return lengths[0]
 
 
-def split(batch: Any, evenness: Evenness, what: str) -> Any:
-    """A global batch with a `PerReplica` of slices at every leaf."""
+def split(batch: Any, evenness: Evenness, what: str, here: range) -> Any:
+    """A global batch with a `PerReplica` at every leaf, of the slices of the replicas that are here."""
     leaves, structure = flatten(batch)
     sizes = evenness.slices(num_examples_of(leaves, what), what)
-    bounds = offsets(sizes)
-    return assemble([PerReplica(_cut(each, bounds), sizes) for each in leaves], structure)
+    bounds, counts = _part(offsets(sizes), here), tuple(_part(sizes, here))
+    return assemble([PerReplica(_cut(each, bounds), counts) for each in leaves], structure)
+
+
+def emptied_batch(batch: Any) -> Any:
+    """A distributed batch of the same form without examples."""
+
+    def without(leaf: PerReplica) -> PerReplica:
+        counts = leaf.counts or (0,) * len(leaf)
+        own = [emptied(value, count) for value, count in zip(load_deferred(leaf.values), counts, strict=True)]
+        return PerReplica(own, (0,) * len(leaf))
+
+    return pytree.tree_map(without, batch, is_leaf=lambda each: isinstance(each, PerReplica))
 
 
 def join(batches: Sequence[Any], num_replicas: int, evenness: Evenness, what: str) -> Any:
@@ -154,6 +165,10 @@ def join(batches: Sequence[Any], num_replicas: int, evenness: Evenness, what: st
         [*column, *[emptied(column[-1])] * missing] for column in zip(*(leaves for leaves, _ in flat), strict=True)
     ]
     return assemble([PerReplica(column, counts) for column in columns], flat[0][1])
+
+
+def _part(everyones: Sequence[Any], here: range) -> list[Any]:
+    return [everyones[number] for number in here]
 
 
 def emptied(leaf: Any, num_examples: int | None = None) -> Any:

@@ -135,17 +135,17 @@ class DistributedStream:
 
     def __len__(self) -> int:
         length = len(self._feed)
-        return -(-length // self._host.num_replicas) if self._per_replica else length
+        return -(-length // len(self._host.replicas_here)) if self._per_replica else length
 
     def close(self) -> None:
         """Does nothing: the replicas keep none of this data."""
 
     def _split(self, batches: Iterator[Any]) -> Iterator[Any]:
         for number, batch in enumerate(batches):
-            yield split(batch, self._evenness, f"global batch {number}")
+            yield split(batch, self._evenness, f"global batch {number}", self._host.replicas_here)
 
     def _joined(self, batches: Iterator[Any]) -> Iterator[Any]:
-        num_replicas = self._host.num_replicas
+        num_replicas = len(self._host.replicas_here)
         for number in itertools.count():
             group = list(itertools.islice(batches, num_replicas))
             if not group:

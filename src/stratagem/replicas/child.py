@@ -16,7 +16,6 @@ from stratagem.errors import ReplicaError
 from stratagem.replicas.registry import Registry
 from stratagem.replicas.wire import Wire, survives
 
-CALL, STOP = "call", "stop"
 DONE, FAILED, PRINTED = "done", "failed", "printed"
 
 
@@ -38,7 +37,7 @@ def this_child() -> Child | None:
 
 
 def main(descriptor: int) -> None:
-    """Serves the controller at the other end of the pipe until it is gone or says stop."""
+    """Serves the controller at the other end of the pipe until it is gone or has shut the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -51,15 +50,13 @@ def main(descriptor: int) -> None:
     while True:
         number += 1  # both ends count, so that an answer to an earlier call is known as such
         try:
-            kind, *content = wire.receive()
+            function, arguments = wire.receive()
         except (EOFError, ConnectionResetError):
             return
         except Exception as error:  # what was sent cannot be built here
             wire.send((FAILED, number, describe(error)))
             continue
-        if kind == STOP:
-            return
-        _answer(wire, number, *content)
+        _answer(wire, number, function, arguments)
 
 
 def _answer(wire: Wire, number: int, function: Any, arguments: tuple[Any, ...]) -> None:

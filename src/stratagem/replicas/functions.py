@@ -20,7 +20,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from stratagem.replicas.wire import travels_by_value
+from stratagem.replicas.wire import reducers, travels_by_value
 
 _tokens = itertools.count(1)
 _MAX_NODES = 1000
@@ -156,8 +156,8 @@ def _note_tensor(tensor: torch.Tensor, found: list[Any]) -> tuple[()] | None:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
     content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    form = tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, tensor._version
-    found += [form, zlib.crc32(content.data)]
+    version = None if tensor.is_inference() else tensor._version
+    found += [(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, version), zlib.crc32(content.data)]
     return ()
 
 
@@ -223,18 +223,33 @@ def _is_filled(cell: types.CellType) -> bool:
     return True
 
 
-def find_unsendable(value: Any, can_be_sent: Callable[[Any], bool], where: str = "") -> tuple[Any, str]:
+def find_unsendable(value: Any, can_be_sent: Callable[[Any], bool]) -> tuple[Any, str]:
     """The innermost part of a value that cannot be sent, and where it was found."""
+    return _innermost(value, can_be_sent, "", {id(value): value}) or (value, "")
+
+
+def _innermost(
+    value: Any, can_be_sent: Callable[[Any], bool], where: str, seen: dict[int, Any]
+) -> tuple[Any, str] | None:
+    """The same, of one that cannot be sent; `None` if that is only because of parts that have been looked into."""
+    leads_back = False
     for part, place in _places(value):
-        if not can_be_sent(part):
-            return find_unsendable(part, can_be_sent, f"{where}, {place}" if where and place else where or place)
-    return value, where
+        if id(part) in seen:
+            leads_back = True
+        elif not can_be_sent(part):
+            seen[id(part)] = part
+            found = _innermost(part, can_be_sent, f"{where}, {place}" if where and place else where or place, seen)
+            if found is not None:
+                return found
+            leads_back = True
+    return None if leads_back else (value, where)
 
 
 def _places(value: Any) -> Iterator[tuple[Any, str]]:
     if isinstance(value, tuple | list | set | frozenset):
         yield from ((each, "") for each in value)
     elif isinstance(value, dict):
+        yield from ((key, "a key of a dict") for key in value)
         yield from ((each, f"under the key {key!r}") for key, each in value.items())
     elif isinstance(value, types.FunctionType):
         name, cells = value.__name__, zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
@@ -246,5 +261,10 @@ def _places(value: Any) -> Iterator[tuple[Any, str]]:
         yield value.__self__, f"the object of the method {value.__name__}"
     elif isinstance(value, functools.partial):
         yield from ((each, "in a partial") for each in (value.func, value.args, value.keywords))
-    elif not isinstance(value, type | types.ModuleType) and hasattr(value, "__dict__"):
-        yield from ((each, f"the attribute {name!r} of a {type(value).__name__}") for name, each in vars(value).items())
+    elif isinstance(value, type):
+        own = vars(value).items() if travels_by_value(value) else ()
+        yield from ((each, f"{name!r} of the class {value.__name__}") for name, each in own)
+    elif not isinstance(value, types.ModuleType) and hasattr(value, "__dict__"):
+        state = next((way[2] for reduce in reducers if (way := reduce(value)) is not NotImplemented), vars(value))
+        yield from ((each, f"the attribute {name!r} of a {type(value).__name__}") for name, each in state.items())
+        yield type(value), ""

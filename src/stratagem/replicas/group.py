@@ -19,14 +19,16 @@ from stratagem.devices.device import mib
 from stratagem.devices.host import Host
 from stratagem.errors import ReplicaDiedError, ReplicaError, ReplicaStalledError, StratagemError, StrategyError
 from stratagem.replicas import launcher
-from stratagem.replicas.child import CALL, DONE, PRINTED, STOP
+from stratagem.replicas.child import DONE, PRINTED
 from stratagem.replicas.functions import find_unsendable
 from stratagem.replicas.registry import Registry
 from stratagem.replicas.wire import Packed, Wire, can_be_packed, pack
 
 _STATUS_WAIT_S = 2.0
 _STOP_GRACE_S = 2.0
+_SLICE_S = 0.1
 _MAX_ROUNDS = 1000
+_STOPPED, _ENDED = frozenset({"T", "t"}), frozenset({"Z", "X", "gone"})
 
 Failure = tuple[BaseException | None, str, str]
 
@@ -119,38 +121,51 @@ class ReplicaGroup:
             reference: How objects are named on the way, if not by the registry alone; may refuse some.
         """
         # All are packed before any is sent: what cannot be sent is an error before anything runs.
-        packed = [self._pack((CALL, function, own), reference or self._registry.reference) for own in arguments]
+        packed = [self._pack((function, own), reference or self._registry.reference) for own in arguments]
         # The last first: one that shares this process' core comes after those that can begin beside it.
         for replica, message in reversed(list(zip(self.replicas, packed, strict=True))):
             self._send_packed(replica, message)
 
     def call_all(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Sends every child the same call, packed once."""
-        packed = self._pack((CALL, function, arguments), self._registry.reference)
+        packed = self._pack((function, arguments), self._registry.reference)
         for replica in self.replicas:
             self._send_packed(replica, packed)
 
     def ask(self, replica: Replica, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a function in one child and waits for its answer."""
-        self._send_packed(replica, self._pack((CALL, function, arguments), self._registry.reference))
-        self.collect()
+        self._send_packed(replica, self._pack((function, arguments), self._registry.reference))
+        answers = self.collect()
         raise_first(None, [] if replica.failure is None else [(replica, replica.failure)])
-        return replica.answer
+        return answers[replica.number - 1]
 
-    def collect(self) -> list[Any]:
+    def collect(self, *, closing: bool = False) -> list[Any]:
         """Waits for all answers, in the order of the replicas.
 
+        Args:
+            closing: Whether to give up soon on a child that somebody has stopped.
         Raises:
             ReplicaDiedError: A child has ended.
             ReplicaStalledError: A child did not answer in time.
         """
-        last_news = time.monotonic()
+        last_news = last_look = time.monotonic()
         while busy := [replica for replica in self.replicas if replica.busy]:
-            if self.attend(timeout_s=0.1):
-                last_news = time.monotonic()
-            elif time.monotonic() - last_news > self.stall_timeout_s:
+            has_news, now = self.attend(timeout_s=_SLICE_S), time.monotonic()
+            if has_news:
+                last_news = now
+            elif now - last_news > self._patience_s(busy, closing=closing):
                 self.report_stall(busy)
-        return [replica.answer for replica in self.replicas]
+            if now - last_look > _SLICE_S:
+                last_look = now
+                self.require_alive()
+        answers = [replica.answer for replica in self.replicas]
+        for replica in self.replicas:
+            replica.answer = None  # it is the caller's now, to keep or to drop
+        return answers
+
+    def _patience_s(self, busy: Sequence[Replica], *, closing: bool) -> float:
+        is_vain = closing and any(map(_is_stopped, busy))
+        return min(_STOP_GRACE_S, self.stall_timeout_s) if is_vain else self.stall_timeout_s
 
     def failures(self) -> list[tuple[Replica, Failure]]:
         """What went wrong in the last call, by replica."""
@@ -167,6 +182,14 @@ class ReplicaGroup:
             events = self._poll.poll(0)  # a child that prints much must not wait for each line
         return bool(first)
 
+    def require_alive(self) -> None:
+        """Finds out who has ended without an answer, also if a process that it forked keeps its pipe open."""
+        for replica in self.replicas:
+            if replica.busy and _state(replica.pid) in _ENDED:
+                self.attend()  # what it sent before
+                if replica.busy:
+                    self._report_death(replica)
+
     def report_stall(self, silent: Sequence[Replica]) -> None:
         """Raises the error that says who keeps the others waiting."""
         for replica in self.replicas:
@@ -182,23 +205,30 @@ class ReplicaGroup:
         """Ends all children: politely, then at once."""
         if self._server is None or os.getpid() != self._owner:
             return
-        for replica in self.replicas:
-            if not replica.busy:  # it reads, so that this cannot block
-                with contextlib.suppress(OSError):
-                    replica.wire.send((STOP,))
-        deadline = time.monotonic() + _STOP_GRACE_S
-        for replica in self.replicas:
-            if replica.busy or self._server.status_of(replica.pid, deadline - time.monotonic()) is None:
+        server, self._server = self._server, None
+        try:
+            for replica in self.replicas:
+                replica.wire.shut()
+            # Those that wait for a call leave now; the others would not hear of it.
+            self._await_end(server, [each for each in self.replicas if not each.busy and not _is_stopped(each)])
+        finally:
+            left = [replica for replica in self.replicas if server.status_of(replica.pid, 0.0) is None]
+            for replica in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(replica.pid, signal.SIGKILL)
-                self._server.status_of(replica.pid, _STATUS_WAIT_S)
-            replica.wire.close()
-        self.replicas.clear()
-        for _, sock in self._orders:
-            sock.close()  # whoever comes to be at its other end leaves at once
-        self._orders.clear()
-        self._server = None
-        launcher.release()
+            self._await_end(server, left)
+            for replica in self.replicas:
+                replica.wire.close()
+            self.replicas.clear()
+            for _, sock in self._orders:
+                sock.close()  # whoever comes to be at its other end leaves at once
+            self._orders.clear()
+            launcher.release()
+
+    def _await_end(self, server: launcher.ForkServer, replicas: Sequence[Replica]) -> None:
+        deadline = time.monotonic() + _STOP_GRACE_S
+        for replica in replicas:
+            server.status_of(replica.pid, deadline - time.monotonic())
 
     def _pack(self, message: Any, reference: Callable[[Any], Any]) -> Packed:
         try:
@@ -267,6 +297,8 @@ class ReplicaGroup:
 
 def raise_first(own: BaseException | None, failures: Sequence[tuple[Replica, Failure]]) -> None:
     """Raises the one error that is the cause, with its own traceback; the rest are consequences."""
+    for replica, _ in failures:
+        replica.failure = None  # once raised, it leads to all that the program has
     if own is not None:
         raise own
     if not failures:
@@ -277,6 +309,10 @@ def raise_first(own: BaseException | None, failures: Sequence[tuple[Replica, Fai
     raised = error if error is not None else ReplicaError(f"{where} raised {line}")
     raised.add_note(f"raised in {where}:\n{text}")
     raise raised
+
+
+def _is_stopped(replica: Replica) -> bool:
+    return _state(replica.pid) in _STOPPED
 
 
 def _state(pid: int) -> str:

@@ -21,6 +21,7 @@ from stratagem.errors import ReplicaError
 
 _START_DEADLINE_S = 120.0
 _STOP_GRACE_S = 5.0
+_ENDING_S = 0.1
 _MAX_MESSAGE_BYTES = 4096
 
 
@@ -34,7 +35,8 @@ class ForkServer:
         self._orders = itertools.count(1)
         self._started: dict[int, int] = {}
         self._statuses: dict[int, int] = {}
-        self._users = 0
+        self._is_gone = False
+        self.num_users = 0
         command = f"from stratagem.replicas.forkserver import main; main({theirs.fileno()})"
         with theirs:
             self._process = subprocess.Popen(
@@ -66,7 +68,7 @@ class ForkServer:
         while time.monotonic() < deadline:
             if number in self._started:
                 return self._started.pop(number)
-            if not self._next_message(timeout_s=0.1) and self._process.poll() is not None:
+            if not self._take_message(timeout_s=0.1) and self._has_ended():
                 raise ReplicaError(
                     f"the fork server ended with code {self._process.returncode} before it started a replica; "
                     f"its output above says why"
@@ -76,8 +78,8 @@ class ForkServer:
     def status_of(self, pid: int, timeout_s: float) -> int | None:
         """How a child ended (as `os.waitpid` tells), or `None` if that is not known in time."""
         deadline = time.monotonic() + timeout_s
-        while pid not in self._statuses and (left_s := deadline - time.monotonic()) > 0:
-            self._next_message(timeout_s=left_s)
+        while pid not in self._statuses and self._take_message(timeout_s=max(0.0, deadline - time.monotonic())):
+            pass
         return self._statuses.get(pid)
 
     def stop(self) -> None:
@@ -89,21 +91,33 @@ class ForkServer:
             self._process.kill()  # its children follow: the kernel sees to that
             self._process.wait()
 
-    def _next_message(self, timeout_s: float) -> dict[str, int] | None:
-        if not select.select([self._socket], [], [], timeout_s)[0]:
-            return None
+    def _take_message(self, timeout_s: float) -> bool:
+        """Takes in what the server says next; `False` when it has said nothing in time, or is gone."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if self._is_gone or not poll.poll(1000 * timeout_s):
+            return False
         try:
-            data = self._socket.recv(_MAX_MESSAGE_BYTES)
+            data = self._socket.recv(_MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True  # the end of another strategy, which may come at any moment, has taken it in
         except ConnectionResetError:
-            return None
+            data = b""
         if not data:
-            return None
+            self._is_gone = True
+            return False
         message: dict[str, int] = json.loads(data)
         if "ended" in message:
             self._statuses[message["ended"]] = message["status"]
         else:
             self._started[message["order"]] = message["started"]
-        return message
+        return True
+
+    def _has_ended(self) -> bool:
+        if self._is_gone:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_ENDING_S)  # it is about to
+        return self._process.poll() is not None
 
 
 # A process that the program forks must not hold them: the server would not notice that the program is gone.
@@ -117,23 +131,23 @@ def _close_in_fork() -> None:
 
 os.register_at_fork(after_in_child=_close_in_fork)
 
-_servers: dict[int, tuple[ForkServer, int]] = {}
+_servers: dict[int, ForkServer] = {}
 
 
 def acquire() -> ForkServer:
     """The fork server of this process, started if there is none; give it back with `release`."""
-    server, num_users = _servers.get(os.getpid(), (None, 0))
-    server = server or ForkServer()
-    _servers[os.getpid()] = server, num_users + 1
+    server = _servers.get(os.getpid()) or ForkServer()
+    _servers[os.getpid()] = server
+    server.num_users += 1
     return server
 
 
 def release() -> None:
     """Ends the server when its last user gives it back."""
-    server, num_users = _servers.pop(os.getpid())
-    if num_users > 1:
-        _servers[os.getpid()] = server, num_users - 1
-    else:
+    server = _servers[os.getpid()]
+    server.num_users -= 1
+    if not server.num_users:
+        del _servers[os.getpid()]
         server.stop()
 
 

@@ -176,7 +176,7 @@ def join_results(
     results: Sequence[Any],
     counts: tuple[int, ...] | None,
     fetch: Callable[[int, int], Any],
-    forget: Callable[[int, int], None] = lambda *_: None,
+    forget: Callable[[tuple[int, int]], None] = lambda _: None,
 ) -> Any:
     """Turns the results of all replicas, of equal structure, into one structure of per-replica values.
 
@@ -184,7 +184,7 @@ def join_results(
         results: What each replica returned, packed.
         counts: How many examples each replica had.
         fetch: Brings a value that stayed in its replica, by rank and number.
-        forget: Told of a value that nobody will ask for any more.
+        forget: Told of a value that nobody will ask for any more, likewise; lives as long as the value.
     """
     own = _mapped(_kept, results[0])
     flat = [pytree.tree_flatten(result) for result in (own, *results[1:])]
@@ -196,7 +196,7 @@ def join_results(
             )
 
     def later(rank: int, number: int) -> _Later:
-        return _Later(functools.partial(fetch, rank, number), functools.partial(forget, rank, number))
+        return _Later(functools.partial(fetch, rank, number), functools.partial(forget, (rank, number)))
 
     def leaf(values: tuple[Any, ...]) -> PerReplica:
         held = [later(rank, value.number) if isinstance(value, Remote) else value for rank, value in enumerate(values)]
@@ -241,7 +241,7 @@ def reduce(op: str, value: PerReplica, *, weighted: bool) -> Any:
     if op not in _OPS:
         raise StrategyError(f"no reduction named {op!r}; known: {', '.join(_OPS)}")
     counts = value.counts or (1,) * len(value)
-    tensors = _tensors(f"reduce({op!r})", value)
+    tensors = as_tensors(f"reduce({op!r})", value)
     tensors = [each for each, count in zip(tensors, counts, strict=True) if count > 0]
     if not tensors:
         return torch.as_tensor(float("nan"))
@@ -261,14 +261,15 @@ def reduce(op: str, value: PerReplica, *, weighted: bool) -> Any:
 
 def gather(value: PerReplica, axis: int) -> torch.Tensor:
     """The tensors of all replicas, one after the other; single numbers become a vector."""
-    tensors = _tensors("gather", PerReplica(load_deferred(value.values)))
+    tensors = as_tensors("gather", PerReplica(load_deferred(value.values)))
     return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in tensors], dim=axis)
 
 
 _OPS = ("sum", "mean", "max", "min")
 
 
-def _tensors(what: str, value: PerReplica) -> list[torch.Tensor]:
+def as_tensors(what: str, value: PerReplica) -> list[torch.Tensor]:
+    """The values of all replicas as tensors; refuses what cannot be one."""
     for each in value.values:
         if not isinstance(each, torch.Tensor | bool | int | float | complex | np.ndarray | np.generic):
             raise StrategyError(

@@ -7,6 +7,7 @@ as references (`Registry`); functions and classes of the user's own modules trav
 no module of the user's is ever run a second time.
 """
 
+import contextlib
 import functools
 import importlib
 import io
@@ -110,6 +111,11 @@ class Wire:
             else:
                 buffers.append(self._read(length))
         return _Unpickler(data, buffers, descriptors, self._resolve, self._keeps_classes).load()
+
+    def shut(self) -> None:
+        """Tells the other side that nothing more will come; never blocks."""
+        with contextlib.suppress(OSError):  # it is gone
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         self._socket.close()

@@ -216,7 +216,7 @@ class BucketedGradients:
                 continue
             if found[name]:
                 self._local.add(name)
-                if self._runtime.rank:
+                if self._runtime.global_rank:
                     summed.zero_()
                 if gradient is not None:
                     summed.add_(gradient)
@@ -226,10 +226,10 @@ class BucketedGradients:
 
     def _exchange(self, values: Sequence[int]) -> torch.Tensor:
         """The small numbers of all replicas, a row for each."""
-        return torch.stack(self._runtime.control.all_gather(torch.tensor(values, dtype=torch.int64)))
+        return torch.stack(self._runtime.collective.all_gather(torch.tensor(values, dtype=torch.int64)))
 
     def _refuse_unused(self, states: torch.Tensor) -> None:
-        ranks = [rank for rank, counts in enumerate(self._runtime.counted) if counts]
+        ranks = [rank for rank, counts in enumerate(self._runtime.all_counted) if counts]
         for known, column in zip(self._known.values(), states.T.tolist(), strict=True):
             having = [rank for rank in ranks if column[rank]]
             missing = [rank for rank in ranks if not column[rank]]

@@ -134,6 +134,10 @@ class Copies(ABC):
         """Makes parameters that the program changed in place, the same in every replica, everyone's."""
 
     @abstractmethod
+    def share_from_first(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Gives all replicas what replica 0 alone has written to parameters; every one must come here."""
+
+    @abstractmethod
     def settle(self, share: float) -> bool:
         """At the end of a run: publishes what was written, and brings buffers to one state.
 

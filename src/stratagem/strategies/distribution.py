@@ -65,7 +65,8 @@ class Distribution:
         for obj in live.values():
             if isinstance(obj, torch.optim.Optimizer):
                 self._check_optimizer(obj, set())  # groups may have been added
-        reloaded, self._reloaded = self._reloaded, set()
+        # What is kept once, the others do not need.
+        reloaded, self._reloaded = (set() if own.settings.kept_on else self._reloaded), set()
         for name in reloaded & live.keys():
             optimizer = live[name]
             state = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, type(optimizer).state_dict(optimizer))
@@ -98,19 +99,6 @@ class Distribution:
             self._refuse(obj)
         return name
 
-    def bring_state_home(self, own: Runtime) -> None:
-        """Gives the controller's optimizers the state that is spread over the replicas."""
-        for name, update in own.updates.items():
-            update.optimizer.state.update(self._whole_state(update, name))
-
-    def let_go(self) -> None:
-        """Makes distributed objects plain ones again."""
-        self.tracker.let_go()
-        for obj in self.registry.live().values():
-            if isinstance(obj, torch.optim.Optimizer):
-                for name in ("step", "state_dict", "load_state_dict"):
-                    obj.__dict__.pop(name, None)
-
     def _refuse(self, obj: Any) -> None:
         self.tracker.refuse_if_elsewhere(obj)
         where = "created outside strategy.scope(); create it inside `with strategy.scope():`, or call strategy.adopt"
@@ -133,6 +121,7 @@ class Distribution:
         labels = _labels(modules)
         named = [(next(self._names), each) for each in tensors.values() if each not in self.registry]
         self._require_sendable(others, {id(tensor): name for name, tensor in named})
+        self._replicas.make_equal([tensor for _, tensor in named], labels)
         variables = own.copies.place(named, labels)
         self._replicas.ask_children(in_child.adopt_variables, self._replicas.key, variables)
         for name, tensor in named:

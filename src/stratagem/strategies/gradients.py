@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from stratagem.collectives.exchange import Exchange
+from stratagem.collectives.exchange import Exchange, StartSum
 from stratagem.errors import StrategyError
+from stratagem.replicas.tracking import pending_parameters
 from stratagem.replicas.variables import Placement, Store, laid_out, shaped
 from stratagem.strategies import context
 
 if TYPE_CHECKING:
     from stratagem.strategies.runtime import Runtime
 
-FINITE_FLAG, CULPRIT_FLAG = 0, 3
+FINITE_FLAG, ALL_FINITE_FLAG, IN_TIME_FLAG = 0, 3, 4
 _UNKNOWN_CULPRITS = [(0, "a sum that is too large")]
 
 
@@ -147,17 +148,20 @@ class GradientSync:
 
     def __init__(self, runtime: "Runtime") -> None:
         self._runtime = runtime
+        self._early = EarlyGradients(runtime.sum_between if runtime.settings.size == 1 else None)
         self.stores: list[GradientStore] = []
         self.culprits: list[tuple[int, str]] = []
 
-    def begin(self) -> None:
+    def begin(self, *, syncing: bool) -> None:
         """Prepares a pass."""
         counts = self._runtime.counted[self._runtime.rank]
         for store in self.stores:
             store.begin(counts=counts)
+        self._early.begin(self.stores[:1] if syncing and counts else [])
 
     def abandon(self) -> None:
         """Cleans up after a pass that has failed."""
+        self._early.end()
         for store in self.stores:
             store.abandon()
 
@@ -165,10 +169,10 @@ class GradientSync:
         """Ends a pass without sync: every replica keeps what it has."""
         self._discard_uncounted()
         own = torch.tensor([each for store in self.stores for each in store.touched()], dtype=torch.uint8)
-        touched = torch.stack(self._runtime.control.all_gather(own)).amax(dim=0).tolist()
+        touched = torch.stack(self._runtime.collective.all_gather(own)).amax(dim=0).tolist()
         for store in self.stores:
             num = len(store.placements)
-            store.keep(touched[:num], holds_sum=self._runtime.rank == 0)
+            store.keep(touched[:num], holds_sum=self._runtime.global_rank == 0)
             touched = touched[num:]
 
     def _discard_uncounted(self) -> None:
@@ -178,28 +182,69 @@ class GradientSync:
 
     def sum(self) -> None:
         """Publishes, sums and gives out; every replica must come here."""
-        signals, counted = self._runtime.signals, self._runtime.counted
+        signals = self._runtime.signals
+        late = self._early.end()
         self._discard_uncounted()
         locals_ = [store.flat_local() for store in self.stores]
         finite, present = True, []
         for store, vectors in zip(self.stores, locals_, strict=True):
             store.exchange.forget()
-            there, own_part_is_finite = store.exchange.add_up(vectors)
+            there, own_part_is_finite = store.exchange.add_up(vectors, self._runtime.sum_between)
             if self._runtime.settings.unused == "error":
-                self._refuse_unused(store, counted)
+                self._refuse_unused(store, vectors)
             present.append(there)
             finite &= own_part_is_finite
         signals.put_flag(FINITE_FLAG, int(finite))
         signals.barrier()
         is_finite = all(signals.flags(FINITE_FLAG))
+        if self._runtime.settings.num_machines > 1:
+            present, is_finite = self._sum_between_machines(present, is_finite, locals_, late=late)
         self.culprits = [] if is_finite else self._find_culprits(locals_) or _UNKNOWN_CULPRITS
         for store, there in zip(self.stores, present, strict=True):
             store.give_out(there)
 
-    def _refuse_unused(self, store: GradientStore, counted: Sequence[bool]) -> None:
-        for placement, ranks in zip(store.placements, store.exchange.present_in(), strict=True):
-            having = [rank for rank in ranks if counted[rank]]
-            missing = [rank for rank, counts in enumerate(counted) if counts and rank not in having]
+    def _sum_between_machines(
+        self,
+        present: Sequence[Sequence[bool]],
+        is_finite: bool,
+        vectors: Sequence[Sequence[torch.Tensor | None]],
+        *,
+        late: bool,
+    ) -> tuple[list[list[bool]], bool]:
+        """Sums on over the machines, in the first replica of each; the others wait for it.
+
+        Args:
+            present: Which gradients replicas of this machine have.
+            is_finite: Whether their sums are finite.
+            vectors: This replica's own.
+            late: Whether some were added to after they had been sent.
+        """
+        signals, between = self._runtime.signals, self._runtime.between
+        if between is not None:
+            for store in self.stores:
+                is_finite &= store.exchange.finish()
+            flags = [int(is_finite), int(not late), *(int(each) for there in present for each in there)]
+            rows = between.gather_rows(torch.tensor(flags, dtype=torch.uint8))
+            signals.put_flag(ALL_FINITE_FLAG, int(rows[:, 0].min()))
+            signals.put_flag(IN_TIME_FLAG, int(rows[:, 1].min()))
+            counts = [len(there) for there in present]
+            for store, there in zip(self.stores, torch.split(rows[:, 2:].amax(dim=0), counts), strict=True):
+                store.exchange.note_anywhere(there.tolist())
+        signals.barrier()
+        if not signals.flags(IN_TIME_FLAG)[0]:  # on some machine; all sum again
+            for store, own in zip(self.stores, vectors, strict=True):
+                store.exchange.add_up(own, self._runtime.sum_between)
+            signals.barrier()
+            return self._sum_between_machines(present, is_finite, vectors, late=False)
+        return [store.exchange.anywhere() for store in self.stores], bool(signals.flags(ALL_FINITE_FLAG)[0])
+
+    def _refuse_unused(self, store: GradientStore, vectors: Sequence[torch.Tensor | None]) -> None:
+        own = torch.tensor([vector is not None for vector in vectors], dtype=torch.uint8)
+        used = torch.stack(self._runtime.collective.all_gather(own)).T.tolist()
+        counted = self._runtime.all_counted
+        for placement, column in zip(store.placements, used, strict=True):
+            having = [rank for rank, has in enumerate(column) if has and counted[rank]]
+            missing = [rank for rank, has in enumerate(column) if counted[rank] and not has]
             if having and missing:
                 raise StrategyError(
                     f"{placement.label!r} got a gradient on replica {having[0]} but not on {missing[0]}; "
@@ -208,13 +253,57 @@ class GradientSync:
 
     def _find_culprits(self, locals_: Sequence[Sequence[torch.Tensor | None]]) -> list[tuple[int, str]]:
         """Which replicas had gradients that are not finite, and where first."""
-        signals = self._runtime.signals
         labels = [placement.label for store in self.stores for placement in store.placements]
         vectors = [vector for each in locals_ for vector in each]
         bad = [number for number, each in enumerate(vectors) if each is not None and not each.isfinite().all()]
-        firsts = signals.exchange_flag(CULPRIT_FLAG, bad[0] + 1 if bad else 0)
-        signals.barrier()
+        own = torch.tensor([bad[0] + 1 if bad else 0])
+        firsts = [int(each) for each in self._runtime.collective.all_gather(own)]
         return [(rank, labels[first - 1]) for rank, first in enumerate(firsts) if first]
+
+
+@final
+class EarlyGradients:
+    """Sends gradients to other machines while the backward pass goes on, from a replica that is alone on its own.
+
+    Args:
+        start_sum: Begins to sum a flat tensor over the machines; `None` if nothing is sent early.
+    """
+
+    def __init__(self, start_sum: StartSum | None) -> None:
+        self._start_sum = start_sum
+        self._handles: list[Any] = []
+        self._arrived: dict[int, torch.Tensor] = {}
+        self._late = False
+
+    def begin(self, stores: Sequence[GradientStore]) -> None:
+        """Watches a pass over the parameters of a store."""
+        self.end()
+        self._arrived, self._late = {}, False
+        for store in stores if self._start_sum is not None else ():
+            store.exchange.forget()
+            for number, parameter in enumerate(store.store.tensors):
+                if parameter is not None and parameter.requires_grad and not parameter._post_accumulate_grad_hooks:
+                    hook = functools.partial(self._arrive, store, number)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def end(self) -> bool:
+        """Ends the watch; tells whether a gradient was added to after it had been sent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        late, self._late = self._late, False
+        return late
+
+    @torch.no_grad()
+    def _arrive(self, store: GradientStore, number: int, parameter: torch.Tensor) -> None:
+        gradient = _flat(parameter, store.placements[number])
+        if gradient is None or self._start_sum is None:
+            return
+        self._late |= number in self._arrived
+        self._arrived[number] = gradient
+        exchange = store.exchange
+        while (segments := exchange.next_segments()) and all(each in self._arrived for each in segments):
+            exchange.send_early(self._arrived, self._start_sum)
 
 
 def _flat(parameter: torch.Tensor, placement: Placement) -> torch.Tensor | None:
@@ -251,7 +340,7 @@ def install() -> None:
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         if context.current_runs and context.state.replicas:  # a thread of the program's own is not in the run
             context.current_runs[-1].backward(_original_backward, tensors, grad_tensors, *args, **kwargs)
-        elif context.open_runtimes and _home.thread == threading.get_ident():
+        elif _home.thread == threading.get_ident() and (context.open_runtimes or pending_parameters()):
             _backward_outside(tensors, grad_tensors, *args, **kwargs)
         else:
             _original_backward(tensors, grad_tensors, *args, **kwargs)
@@ -261,9 +350,8 @@ def install() -> None:
 
 def _backward_outside(*args: Any, **kwargs: Any) -> None:
     """Refuses a backward pass in which only the controller would compute."""
-    before = {
-        parameter: parameter.grad for runtime in context.open_runtimes for parameter in runtime.copies.parameters()
-    }
+    given = [parameter for runtime in context.open_runtimes for parameter in runtime.copies.parameters()]
+    before = {parameter: parameter.grad for parameter in (*given, *pending_parameters())}
     for parameter in before:
         parameter.grad = None
     touched = []

@@ -20,8 +20,10 @@ from stratagem.replicas.child import this_child
 from stratagem.replicas.functions import NUM_KEPT_FUNCTIONS
 from stratagem.replicas.heap import keep_freed_memory
 from stratagem.replicas.memory import Region
+from stratagem.strategies.random_numbers import seed_of
 from stratagem.strategies.replica_side import StrategyInReplica
-from stratagem.strategies.runtime import Run, Runtime, Settings
+from stratagem.strategies.runtime import Runtime
+from stratagem.strategies.settings import Run, Settings
 
 
 class Answer(NamedTuple):
@@ -107,7 +109,7 @@ def run(
     runtime.copies.receive(call.written)
     control.apply(call.changes, this_child().registry.resolve)  # type: ignore[union-attr]
     if call.seed is not None:
-        seed_everything(call.seed + 1_000_003 * runtime.rank)
+        seed_everything(seed_of(call.seed, runtime.global_rank))
     with control.surrounded_by(call.surroundings):
         result = runtime.execute(call, function, args, kwargs)
     return Answer(runtime.unsettled, runtime.busy_s, values.pack_result(result, _results))

@@ -75,13 +75,7 @@ class Link:
                 "an earlier backward pass failed halfway, when replicas had begun to sum its gradients; let its error "
                 "end the run"
             )
-        pending = self._collective.start_all_reduce(flat)
-
-        def wait() -> torch.Tensor:
-            pending.wait()
-            return flat
-
-        return wait
+        return self._collective.start_sum(flat)
 
     def _attend(self, waited_s: float) -> None:
         """While torch waits: what the signals do while they wait."""

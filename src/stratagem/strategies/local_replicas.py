@@ -7,36 +7,42 @@ live is decided by `distribution`; strategies only choose how these parts are pu
 
 import atexit
 import contextlib
+import functools
 import itertools
 import os
-import tempfile
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch.utils import _pytree as pytree
 
-from stratagem._caller import calling_line, warn_caller
+from stratagem._caller import calling_line
 from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import PeerAborted, Signals
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
-from stratagem.errors import NonFiniteGradientError, ReplicaError, StratagemError, StratagemWarning, StrategyError
+from stratagem.errors import CollectiveError, ReplicaError, StratagemError, StrategyError
 from stratagem.replicas import values
 from stratagem.replicas.functions import FunctionCache
-from stratagem.replicas.group import Failure, Replica, ReplicaGroup, raise_first
+from stratagem.replicas.group import ReplicaGroup, raise_first
 from stratagem.replicas.heap import freed_memory_kept
 from stratagem.replicas.interrupts import Interrupts
 from stratagem.replicas.memory import Region
 from stratagem.replicas.seat import seated
-from stratagem.strategies import in_child
+from stratagem.strategies import gradients, in_child
+from stratagem.strategies.attending import Fatal, attend, causes
+from stratagem.strategies.connecting import connect
 from stratagem.strategies.distribution import Distribution
+from stratagem.strategies.holdings import Holdings
+from stratagem.strategies.nonfinite import NonFinite
+from stratagem.strategies.random_numbers import RandomNumbers
 from stratagem.strategies.replica_side import StrategyInReplica
-from stratagem.strategies.runtime import Run, Runtime, Settings
+from stratagem.strategies.runtime import Runtime
+from stratagem.strategies.settings import Run, Settings
 from stratagem.strategies.stragglers import Stragglers
+from stratagem.strategies.workers import Alone, Workers
 
-_MAX_NONFINITE_IN_A_ROW = 10
 _keys = itertools.count(1)
 
 
@@ -49,30 +55,45 @@ class LocalReplicas:
         devices: Where the replicas compute.
         settings: What all replicas have in common.
         stall_timeout_s: How long replicas wait for another before it counts as stalled.
+        workers: Those of other machines that train together with this one.
     """
 
     def __init__(
-        self, owner: Any, devices: Sequence[LogicalDevice], settings: Settings, stall_timeout_s: float
+        self,
+        owner: Any,
+        devices: Sequence[LogicalDevice],
+        settings: Settings,
+        stall_timeout_s: float,
+        workers: Workers | None = None,
     ) -> None:
         self.distribution = Distribution(self)
         self.key = next(_keys)
-        self._owner = owner
+        self._owner_ref = weakref.ref(owner)
         self._devices = tuple(devices)
         self._settings = settings
+        self._workers = workers or Alone()
+        self._workers.fatal = Fatal
         self._group = ReplicaGroup(
             len(devices) - 1, registry=self.distribution.registry, stall_timeout_s=stall_timeout_s
         )
         self._functions = FunctionCache(self.distribution.registry.__contains__)
         self._started = contextlib.ExitStack()
         self._process = os.getpid()
-        self._random_state: torch.Tensor | None = None
+        self._random_numbers = RandomNumbers(settings.first, apart=settings.num_machines > 1)
         self._stragglers = Stragglers()
         self._num_runs = 0
-        self._num_nonfinite = 0
+        self._nonfinite = NonFinite(settings.on_nonfinite)
         self._unwanted: list[tuple[int, int]] = []
         self._join: tuple[Region, Region] | None = None  # what children are given, until they have it
         self.closed_at: str | None = None
         self.runtime: Runtime | None = None
+        self._ending = self._end_when_dropped()
+        _open.add(self)
+        gradients.install()
+
+    @property
+    def _owner(self) -> Any:
+        return self._owner_ref()  # alive in all that it does, and in results that wait to be fetched
 
     def begin(self) -> Runtime:
         """Takes what the replicas need and lets the fork server start, the first time; waits for nothing."""
@@ -85,12 +106,13 @@ class LocalReplicas:
             self._started.enter_context(freed_memory_kept())
         meeting = Region.create(Signals.num_bytes(size))
         scratch = Region.create(SharedMemory.num_bytes(size))
-        self.runtime = Runtime(0, self._settings, meeting, scratch, self._owner)
+        self.runtime = Runtime(0, self._settings, meeting, scratch, self._owner, self._workers.between)
         self.runtime.signals.reset()
-        self.runtime.signals.attend = self._attend
+        self.runtime.signals.attend = functools.partial(attend, self._group)
         self.distribution.registry.add(0, self._owner)
         self._join = meeting, scratch
-        _open.add(self)
+        self._ending.detach()
+        self._ending = self._end_when_dropped()
         if size > 1:
             self._group.begin()
         return self.runtime
@@ -114,7 +136,7 @@ class LocalReplicas:
                             self._settings,
                             meeting,
                             scratch,
-                            StrategyInReplica(rank, self._devices),
+                            StrategyInReplica(rank, self._devices, self._settings.first, self._settings.total),
                         )
                         for rank, device in enumerate(self._devices)
                         if rank
@@ -131,8 +153,10 @@ class LocalReplicas:
         self._connect(own)
         self.distribution.bring_up_to_date(own)
         self._num_runs += 1
-        counts = values.counts_of(args, kwargs)
-        call = Run(self._num_runs, counts, self._new_seed(), self.distribution.changes(), own.copies.take_written())
+        counts_here = values.counts_of(args, kwargs)
+        with self.with_workers():
+            counts = self._workers.meet(self._num_runs, counts_here)
+        call = self._next_call(own, counts)
         self._group.run_number = self._num_runs
         with Interrupts() as interrupts:
             self._send(call, function, args, kwargs)
@@ -144,35 +168,63 @@ class LocalReplicas:
                     # While the others finish: the state is the same in all, and after a failure it is forgotten.
                     self.distribution.note_state()
                     own.copies.note_state()
-                    self._random_state = torch.get_rng_state()
+                    self._random_numbers.note_run()
                 answers = self._collect(interrupts)
             finally:
                 self._group.on_failure = _nothing
-            failures = self._causes()
+            failures = causes(self._group)
             if error is not None or failures or own.signals.aborted:
                 self._forget_results(answers)
                 self.forget_functions()
                 own.signals.reset()
                 self._disconnect(own)
                 self.distribution.forget_state(own)
-                raise_first(error, failures)
+                with self.with_workers():
+                    raise_first(error, failures)
             if own.unsettled or any(answer.unsettled for answer in answers):
                 self._publish_written(own)
         try:
-            self._judge_gradients(own)
-            self._stragglers.note([own.busy_s, *(answer.busy_s for answer in answers)], counts)
+            self._nonfinite.judge(own.take_skipped(), updated=own.updated, run_number=self._num_runs)
+            self._stragglers.note([own.busy_s, *(answer.busy_s for answer in answers)], counts_here)
             results = [result, *(answer.result for answer in answers)]
-            return values.join_results(results, counts, self._fetch, self._forget)
+            # A result that waits in its replica keeps the strategy; the notice that nobody wants it does not.
+            fetch = functools.partial(self._fetch, self._owner)
+            return values.join_results(results, counts_here, fetch, self._unwanted.append)
         except BaseException:
             self._forget_results(answers)
             raise
+
+    def _next_call(self, own: Runtime, counts: tuple[int, ...] | None) -> Run:
+        try:
+            seed, changes = self._random_numbers.new_seed(), self.distribution.changes()
+            return Run(self._num_runs, counts, seed, changes, own.copies.take_written())
+        except BaseException:
+            self.distribution.forget_state(own)  # some of what was found may count as told
+            raise
+
+    def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str]) -> None:
+        """Lets replicas of all machines start from the same values."""
+        with self.with_workers():
+            self._workers.make_equal(tensors, labels)
+
+    @contextlib.contextmanager
+    def with_workers(self) -> Iterator[None]:
+        """A block after whose failure other machines, if there are any, cannot go on."""
+        if self._workers.size == 1:
+            yield
+            return
+        with self._or_end():
+            try:
+                yield
+            except CollectiveError as error:
+                raise self._workers.explain(error) from error
 
     def _forget_results(self, answers: Sequence[Any]) -> None:
         """Lets replicas drop what they keep for results that nobody will get."""
         for rank, answer in enumerate(answers, start=1):
             for leaf in pytree.tree_leaves(answer.result if isinstance(answer, in_child.Answer) else None):
                 if isinstance(leaf, values.Remote):
-                    self._forget(rank, leaf.number)
+                    self._unwanted.append((rank, leaf.number))
 
     def _publish_written(self, own: Runtime) -> None:
         """Lets all replicas make known what they wrote to after their last update."""
@@ -180,14 +232,14 @@ class LocalReplicas:
             self._group.call_all(in_child.publish_written, self.key)
             own.publish_written()
             self._group.collect()
-            raise_first(None, self._causes())
+            raise_first(None, causes(self._group))
 
     @contextlib.contextmanager
     def _or_end(self) -> Iterator[None]:
         """A block after whose failure the replicas cannot go on."""
         try:
             yield
-        except _Fatal as fatal:
+        except Fatal as fatal:
             self.end(fatal.error)
             raise fatal.error from None
         except BaseException as error:
@@ -197,7 +249,8 @@ class LocalReplicas:
     def _send(self, call: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Sends every child its part of a run; what cannot be sent is an error before anything runs."""
         prepared = self._functions.prepare(function)
-        unwanted, self._unwanted = self._unwanted, []
+        unwanted = self._unwanted[:]
+        del self._unwanted[: len(unwanted)]
         try:
             self._group.call(
                 in_child.run,
@@ -220,6 +273,8 @@ class LocalReplicas:
             if any(each.busy for each in self._group.replicas):  # some have it, or a half of it
                 self.end(error)
             self.forget_functions()
+            if self.runtime is not None:
+                self.distribution.forget_state(self.runtime)  # what the children were not told, they are told next time
             self._unwanted += unwanted
             raise
 
@@ -239,21 +294,30 @@ class LocalReplicas:
     def close(self) -> None:
         """Ends the children; distributed objects become plain ones, with all of their state."""
         if self.closed_at is None and os.getpid() == self._process:
-            if self.runtime is not None:
-                with contextlib.suppress(Exception):  # what a dead child had is lost
-                    self.distribution.bring_state_home(self.runtime)
-            self.end()
+            try:
+                self._holdings().bring_state_home()
+            finally:
+                self.end()
 
     def end(self, cause: BaseException | None = None) -> None:
         """Ends the children at once; nothing can be run any more."""
         because = f" because {type(cause).__name__}: {cause}" if isinstance(cause, StratagemError) else ""
         self.closed_at = self.closed_at or calling_line() + because
         _open.discard(self)
-        self._group.stop()
-        if self.runtime is not None:
-            self.runtime.close()
-            self.distribution.let_go()
-        self._started.close()
+        if cause is not None:
+            self._workers.fail(cause)
+        self._ending.detach()
+        self._holdings().end()
+
+    def _end_when_dropped(self) -> "weakref.finalize[..., Any]":
+        """Lets the children end, as far as they are there by now, when the program has dropped the strategy."""
+        ending = weakref.finalize(self, self._holdings().close)
+        ending.atexit = False  # `_close_all` is sooner
+        return ending
+
+    def _holdings(self) -> Holdings:
+        registry, tracker = self.distribution.registry, self.distribution.tracker
+        return Holdings(self.key, self._group, self.runtime, registry, tracker, self._workers, self._started)
 
     def require_usable(self) -> None:
         """Refuses use after the end, and in a process that was forked from the controller."""
@@ -268,20 +332,10 @@ class LocalReplicas:
 
     def _connect(self, own: Runtime) -> None:
         """Connects the replicas, where they do not share all memory and are not connected yet."""
-        link = own.copies.link
-        if link is None or link.connected:
-            return
-        with self._or_end(), contextlib.ExitStack() as folders:
-            path = folders.enter_context(tempfile.TemporaryDirectory(prefix="stratagem-")) + "/store"
-            self._group.call_all(in_child.connect, self.key, path)
-            with contextlib.suppress(PeerAborted):  # then a child says why
-                link.connect(path)
-            self._group.collect()
-            raise_first(None, self._causes())
-            if own.device.type != "cpu":
-                # NCCL looks into the file as long as it lives. Else it goes at once: a program
-                # that is killed must not leave it behind.
-                self._started.push(folders.pop_all())
+        if own.copies.link is not None and not own.copies.link.connected:
+            with self._or_end():
+                lasting = self._started if own.device.type != "cpu" else None  # NCCL needs the file while it lives
+                connect(self._group, self.key, own.copies.link, lasting)
 
     def _disconnect(self, own: Runtime) -> None:
         """Ends sums that some replicas have begun and others never will, after a run that failed."""
@@ -291,10 +345,6 @@ class LocalReplicas:
                 self._group.call_all(in_child.disconnect, self.key)
                 link.disconnect()
                 self._collect()
-
-    def _causes(self) -> list[tuple[Replica, Failure]]:
-        """What went wrong in the children, without those that only ended because another failed."""
-        return [each for each in self._group.failures() if not isinstance(each[1][0], PeerAborted)]
 
     def _run_here(
         self,
@@ -306,11 +356,12 @@ class LocalReplicas:
         kwargs: dict[str, Any],
     ) -> tuple[BaseException | None, Any]:
         try:
-            with interrupts.allowed(), seated(self._devices[0]) if len(self._devices) > 1 else contextlib.nullcontext():
+            seat = seated(self._devices[0]) if len(self._devices) > 1 else contextlib.nullcontext()
+            with interrupts.allowed(), seat, self._random_numbers.of_replica(call.seed):
                 return None, own.execute(call, function, values.select(args, 0), values.select(kwargs, 0))
         except PeerAborted:
             return None, None
-        except _Fatal as fatal:
+        except Fatal as fatal:
             self.end(fatal.error)
             raise fatal.error from None
         except BaseException as error:
@@ -321,28 +372,8 @@ class LocalReplicas:
         with self._or_end(), interrupts.allowed() if interrupts is not None else contextlib.nullcontext():
             return self._group.collect()
 
-    def _attend(self, waited_s: float, missing: list[int]) -> None:
-        """While replica 0 waits: take in news, and see to it that those who are missing still live."""
-        try:
-            self._group.attend()
-            if waited_s > self._group.stall_timeout_s:
-                self._group.report_stall([self._group.replicas[rank - 1] for rank in missing])
-        except StrategyError:
-            raise
-        except Exception as error:
-            raise _Fatal(error) from error
-
-    def _new_seed(self) -> int | None:
-        """A seed for the other replicas whenever the program has drawn or seeded random numbers."""
-        state = torch.get_rng_state()
-        if self._random_state is not None and torch.equal(state, self._random_state):
-            return None
-        return zlib.crc32(state.numpy().tobytes())
-
-    def _forget(self, rank: int, number: int) -> None:
-        self._unwanted.append((rank, number))
-
-    def _fetch(self, rank: int, number: int) -> Any:
+    def _fetch(self, owner: Any, rank: int, number: int) -> Any:
+        """Brings a result from its replica; its `owner` only has to live as long as that may be asked for."""
         self.require_usable()
         try:
             return self._group.ask(self._group.replicas[rank - 1], in_child.fetch, number)
@@ -350,34 +381,12 @@ class LocalReplicas:
             self.end(error)
             raise
 
-    def _judge_gradients(self, own: Runtime) -> None:
-        skipped = own.take_skipped()
-        if not skipped:
-            self._num_nonfinite = 0 if own.updated else self._num_nonfinite
-            return
-        self._num_nonfinite += 1
-        where = "; ".join(f"replica {rank}, first in {label!r}" for rank, label in skipped)
-        text = f"non-finite gradient in {where}, run {self._num_runs}; update skipped"
-        if self._settings.on_nonfinite == "raise" or self._num_nonfinite >= _MAX_NONFINITE_IN_A_ROW:
-            raise NonFiniteGradientError(
-                f"{text}. It was number {self._num_nonfinite} in a row; lower the learning rate, clip gradients, or "
-                f"look at the data of that run"
-            )
-        warn_caller(f"{text} ({self._num_nonfinite} of {_MAX_NONFINITE_IN_A_ROW} allowed in a row)", StratagemWarning)
-
 
 def _nothing() -> None:
     """Outside runs nobody waits for a child but the one who asked it."""
 
 
-class _Fatal(BaseException):
-    """Carries the news of a dead or stalled replica past the user's `except Exception`."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-_open: set[LocalReplicas] = set()
+_open: "weakref.WeakSet[LocalReplicas]" = weakref.WeakSet()
 
 
 @atexit.register

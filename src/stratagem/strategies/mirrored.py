@@ -1,8 +1,8 @@
 """An equal copy of every variable on each local device, in agreement after every step."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+import functools
+from collections.abc import Sequence
+from typing import final
 
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
@@ -10,12 +10,12 @@ from stratagem.devices.lookup import DeviceLike
 from stratagem.errors import StrategyError
 from stratagem.strategies import context
 from stratagem.strategies.local_replicas import LocalReplicas
-from stratagem.strategies.runtime import Settings
-from stratagem.strategies.strategy import Strategy, require_call
+from stratagem.strategies.replicated import Replicated, require_seconds
+from stratagem.strategies.settings import Settings
 
 
 @final
-class MirroredStrategy(Strategy):
+class MirroredStrategy(Replicated):
     """Keeps an equal copy of every variable on each local device.
 
     Replica i receives slice i of the global batch. No copy changes until gradients from all
@@ -52,50 +52,18 @@ class MirroredStrategy(Strategy):
         stall_timeout_s: float = 60.0,
     ) -> None:
         context.require_controller("MirroredStrategy()")
-        self._devices = this_process().select(devices)
-        way = _choose_way(cross_device_ops, self._devices)
-        settings = Settings(len(self._devices), gradients, unused, on_nonfinite, way)
-        if isinstance(stall_timeout_s, bool) or not isinstance(stall_timeout_s, int | float) or stall_timeout_s <= 0:
-            raise StrategyError(f"stall_timeout_s is a number of seconds above 0, got {stall_timeout_s!r}")
-        self._replicas = LocalReplicas(self, self._devices, settings, stall_timeout_s)
-
-    @property
-    def devices(self) -> tuple[LogicalDevice, ...]:
-        return self._devices
-
-    @contextlib.contextmanager
-    def scope(self) -> Iterator["MirroredStrategy"]:
-        """What is made inside is distributed; the first time, the replicas are started."""
-        with self._in_scope():
-            self._replicas.begin()
-            with self._replicas.distribution.tracker.watch():
-                yield self
-
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        context.require_controller("strategy.run()")
-        require_call(fn, args, kwargs)
-        return self._replicas.run(fn, tuple(args), dict(kwargs or {}))
-
-    def take(self, objects: Sequence[Any]) -> None:
-        self._replicas.distribution.tracker.note(*objects)
-
-    def close(self) -> None:
-        context.require_controller("strategy.close()")
-        self._replicas.close()
-
-    def _require_usable(self) -> None:
-        self._replicas.require_usable()
-
-    def call_in_children(self, function: Callable[..., Any], *arguments: Any) -> None:
-        if self._replicas.closed_at is None:
-            self._replicas.start()
-            self._replicas.ask_children(function, *arguments)
+        chosen = this_process().select(devices)
+        settings = Settings(len(chosen), gradients, unused, on_nonfinite, choose_way(cross_device_ops, chosen))
+        require_seconds(stall_timeout_s=stall_timeout_s)
+        super().__init__(
+            chosen, functools.partial(LocalReplicas, devices=chosen, settings=settings, stall_timeout_s=stall_timeout_s)
+        )
 
 
 _WAYS = ("auto", "shared_memory", "torch", "to_one")
 
 
-def _choose_way(cross_device_ops: str, devices: Sequence[LogicalDevice]) -> str:
+def choose_way(cross_device_ops: str, devices: Sequence[LogicalDevice]) -> str:
     """How gradients travel between devices."""
     if cross_device_ops not in _WAYS:
         raise StrategyError(f"cross_device_ops is one of {', '.join(map(repr, _WAYS))}, got {cross_device_ops!r}")

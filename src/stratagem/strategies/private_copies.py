@@ -158,10 +158,16 @@ class PrivateCopies(Copies):
         """What the program does in every replica alike is everyone's already."""
 
     @torch.no_grad()
+    def share_from_first(self, parameters: Sequence[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.copy_(self._runtime.control.broadcast(parameter))
+
+    @torch.no_grad()
     def settle(self, share: float) -> bool:
         buffers, collective = dict(self._live_buffers()), self._runtime.collective
         own = [name in buffers and not torch.equal(buffers[name], self._before[name]) for name in self._buffers]
-        rows = self._runtime.control.all_gather(torch.tensor(own, dtype=torch.uint8))
+        rows = self._runtime.collective.all_gather(torch.tensor(own, dtype=torch.uint8))
         changed = [name for name, anywhere in zip(self._buffers, torch.stack(rows).amax(0), strict=True) if anywhere]
         floats = [name for name in changed if self._before[name].is_floating_point()]
         for name in changed:

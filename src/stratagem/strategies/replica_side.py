@@ -17,25 +17,21 @@ class StrategyInReplica:
     """The strategy, as code in one of its children sees it.
 
     Args:
-        rank: Which replica.
-        devices: Those of all replicas.
+        rank: Which replica of its machine.
+        devices: Those of the replicas of its machine.
+        first: The number of the machine's first replica among those of all machines.
+        total: How many replicas there are on all machines.
     """
 
-    def __init__(self, rank: int, devices: Sequence[LogicalDevice]) -> None:
-        self.global_rank = rank
+    def __init__(self, rank: int, devices: Sequence[LogicalDevice], first: int, total: int) -> None:
+        self.global_rank = first + rank
         self.devices = tuple(devices)
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        return len(self.devices)
+        self.device: torch.device = devices[rank].torch_device
+        self.num_replicas_in_sync = total
 
     @property
     def world_size(self) -> int:
-        return len(self.devices)
-
-    @property
-    def device(self) -> torch.device:
-        return self.devices[self.global_rank].torch_device
+        return self.num_replicas_in_sync
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints once, in replica 0."""

@@ -6,10 +6,9 @@ only here, is chosen where variables lie and how gradients travel (`copies`).
 """
 
 import contextlib
-import dataclasses
+import functools
 import inspect
 import time
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
@@ -21,64 +20,25 @@ from stratagem.collectives.contract import Collective
 from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import NUM_LOOKS, PeerAborted, Signals
 from stratagem.collectives.to_one import ToOne
+from stratagem.collectives.torch_distributed import TorchDistributed
+from stratagem.collectives.two_level import TwoLevel
 from stratagem.devices.device import LogicalDevice
 from stratagem.errors import StrategyError
-from stratagem.replicas import control, values
+from stratagem.replicas import values
 from stratagem.replicas.heap import give_back
 from stratagem.replicas.memory import Region
 from stratagem.strategies import context, gradients
+from stratagem.strategies.central_updates import CentralUpdate
 from stratagem.strategies.context import ReplicaContext
-from stratagem.strategies.copies import Copies, Written
+from stratagem.strategies.copies import Copies
 from stratagem.strategies.private_copies import PrivateCopies
+from stratagem.strategies.settings import Run, Settings
 from stratagem.strategies.shared_copies import SharedCopies
 from stratagem.strategies.updates import SplitUpdate
 
 # After so many runs with new objects optimizers have made their state; until then freed memory is given back, so
 # that only what a step really needs is kept from then on (`replicas.heap`).
 _NUM_EARLY_RUNS = 2
-_OPTIONS = {
-    "gradients": ("mean", "sum"),
-    "unused": ("zero", "error"),
-    "on_nonfinite": ("skip", "raise", "apply"),
-    "cross_device_ops": ("shared_memory", "torch", "to_one"),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What all replicas of a strategy have in common."""
-
-    size: int
-    gradients: str = "mean"
-    unused: str = "zero"
-    on_nonfinite: str = "skip"
-    cross_device_ops: str = "shared_memory"
-
-    def __post_init__(self) -> None:
-        for name, allowed in _OPTIONS.items():
-            if getattr(self, name) not in allowed:
-                raise StrategyError(f"{name} is one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What a replica must know of one call of `strategy.run`, besides the function.
-
-    Args:
-        number: Which run, from 1.
-        counts: How many examples each replica has; `None` if the run is not on a distributed batch.
-        seed: The seed of the controller's random numbers, if it has changed.
-        changes: What the controller changed in distributed objects, besides tensors.
-        written: The tensors that it wrote to, where they travel by value.
-        surroundings: What torch and the process are set to around the run.
-    """
-
-    number: int
-    counts: tuple[int, ...] | None
-    seed: int | None
-    changes: control.Snapshot
-    written: Written
-    surroundings: control.Surroundings = dataclasses.field(default_factory=control.surroundings)
 
 
 @final
@@ -91,18 +51,31 @@ class Runtime:
         meeting: Memory for the signals.
         scratch: Memory for the general collective.
         strategy: The strategy, as code in this replica sees it.
+        between: How the first replica of each machine exchanges tensors with those of the others.
     """
 
     @torch.inference_mode(mode=False)  # its tensors outlive the block in which a program may begin
-    def __init__(self, rank: int, settings: Settings, meeting: Region, scratch: Region, strategy: Any) -> None:
+    def __init__(
+        self,
+        rank: int,
+        settings: Settings,
+        meeting: Region,
+        scratch: Region,
+        strategy: Any,
+        between: TorchDistributed | None = None,
+    ) -> None:
         self.rank = rank
-        self.strategy = strategy
+        self._strategy = weakref.ref(strategy)  # it ends with the program's last use of it, not with this one
         self.settings = settings
         self.device: torch.device = strategy.devices[rank].torch_device
         alone = _have_cores_of_their_own(strategy.devices)
         self.signals = Signals(meeting, rank, settings.size, num_looks=NUM_LOOKS if alone else 1)
         self.control = SharedMemory(scratch, self.signals)
         self.collective: Collective = self.control
+        self.between = between
+        self.sum_between = between.start_sum if between is not None else None
+        if settings.num_machines > 1:
+            self.collective = TwoLevel(self.control, between, settings.machine, settings.sizes)
         self.copies: Copies
         if settings.cross_device_ops == "shared_memory":
             self.copies = SharedCopies(self)
@@ -123,6 +96,11 @@ class Runtime:
         self.busy_s = 0.0
         gradients.install()
         context.open_runtimes.append(self)
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy, as code in this replica sees it."""
+        return self._strategy()
 
     def close(self) -> None:
         """Gives the memory up; tensors that are still used keep theirs."""
@@ -152,43 +130,58 @@ class Runtime:
 
     def _take_over(self, name: int, optimizer: torch.optim.Optimizer) -> None:
         """Puts the replica's own step in the place of the optimizer's."""
-        whole = type(optimizer).step
+        held, whole = weakref.ref(optimizer), type(optimizer).step  # weak: it holds the step, and must go when dropped
         update = self.copies.split(optimizer)
         if update is not None:
             self.updates[name] = update
             if optimizer.state:
                 update.take_whole_state()
-        elif self.device.type != "cpu":
+        elif self.device.type != "cpu" and not self.settings.kept_on:
             _follow(optimizer)
+        once = CentralUpdate(self, torch.device(self.settings.kept_on)) if self.settings.kept_on else None
 
-        def step(self_: Any, closure: Any = None) -> Any:
+        def step(closure: Any = None) -> Any:
             if not context.current_runs:
                 raise StrategyError(
                     "optimizer.step() was called outside strategy.run, where only one replica would take it; "
                     "call it in the function that you run"
                 )
-            self_._opt_called = True
+            own: Any = held()
+            own._opt_called = True
             if update is not None:
                 return update.step(closure)
-            parameters = [each for group in self_.param_groups for each in group["params"]]
+            if once is not None and closure is None:
+                once.step(own, whole)
+                return None
+            parameters = [each for group in own.param_groups for each in group["params"]]
             if closure is None and not self.may_update(parameters):
                 return None
-            return whole(self_) if closure is None else whole(self_, closure)
+            return whole(own) if closure is None else whole(own, closure)
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for it
-        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.step = step  # type: ignore[method-assign]
         if self.rank and type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
             # Without its wrapper, which imports torch's compiler: children have no other use for it.
             bare = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-            optimizer.zero_grad = types.MethodType(bare, optimizer)  # type: ignore[method-assign]
+            optimizer.zero_grad = functools.partial(bare, weakref.proxy(optimizer))  # type: ignore[method-assign]
 
     # A run
 
     @property
-    def counted(self) -> list[bool]:
-        """Which replicas have examples in this run, so that their gradients count."""
+    def global_rank(self) -> int:
+        """Which replica this is, among those of all machines."""
+        return self.settings.first + self.rank
+
+    @property
+    def all_counted(self) -> list[bool]:
+        """Which replicas of all machines have examples in this run, so that their gradients count."""
         counts = self._run.counts if self._run else None
-        return [True] * self.settings.size if counts is None else [count > 0 for count in counts]
+        return [True] * self.settings.total if counts is None else [count > 0 for count in counts]
+
+    @property
+    def counted(self) -> list[bool]:
+        """The same for those of this machine."""
+        return self.all_counted[self.settings.first : self.settings.first + self.settings.size]
 
     @property
     def weight(self) -> float:
@@ -199,14 +192,16 @@ class Runtime:
     def _share(self) -> float:
         """This replica's part of the examples, whatever is done with gradients."""
         counts = self._run.counts if self._run else None
-        return 1.0 / self.settings.size if counts is None or not sum(counts) else counts[self.rank] / sum(counts)
+        if counts is None or not sum(counts):
+            return 1.0 / self.settings.total
+        return counts[self.global_rank] / sum(counts)
 
     def execute(self, run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the user's function as this replica. A failure ends the waits of the others."""
         self._run, self._depth, self._syncing, self.updated = run, 0, True, False
         start, waited_s = time.monotonic(), self.signals.waited_s
         self.signals.enter(run.number)
-        context.state.replicas.append(ReplicaContext(self.rank, self.collective, self.strategy))
+        context.state.replicas.append(ReplicaContext(self.global_rank, self.collective, self.strategy))
         context.current_runs.append(self)
         buffers = self._held_buffers()
         try:
@@ -221,6 +216,7 @@ class Runtime:
                 self.signals.abort()
             raise
         finally:
+            self._run = None  # it leads to what the program has
             self.signals.enter(0)  # who meets after the run waits for those that have left it
             context.current_runs.pop()
             context.state.replicas.pop()
@@ -328,7 +324,7 @@ class Runtime:
 
     def _finish(self) -> None:
         """Brings everything that a run may have changed to one state in all replicas."""
-        self.unsettled = self.settings.size > 1 and self.copies.settle(self._share)
+        self.unsettled = self.settings.total > 1 and self.copies.settle(self._share)
 
 
 def _have_cores_of_their_own(devices: Sequence[LogicalDevice]) -> bool:

@@ -56,6 +56,7 @@ class SharedCopies(Copies):
         self._gradients = GradientSync(runtime)
         self._where: dict[int, tuple[Store, Placement]] = {}
         self._gradient_marks: dict[int, Any] = {}
+        self._new_memory: list[tuple[Store, ExchangeMemory]] = []  # which the children may not have yet
         self._failed = False
 
     def place(self, named: Sequence[tuple[int, torch.Tensor]], labels: Mapping[int, str]) -> list[SharedVariables]:
@@ -93,7 +94,10 @@ class SharedCopies(Copies):
 
     def _exchange_gradients(self, store: Store, memory: ExchangeMemory) -> None:
         segments = [(placement.offset, placement.numel) for placement in store.placements]
-        exchange = Exchange(memory.slots, memory.total, store.dtype, segments, store.num_elements, self._signals)
+        further = self._runtime.settings.num_machines > 1
+        exchange = Exchange(
+            memory.slots, memory.total, store.dtype, segments, store.num_elements, self._signals, further=further
+        )
         self._gradients.stores.append(GradientStore(store, exchange))
 
     def drop(self, names: set[int]) -> None:
@@ -140,20 +144,24 @@ class SharedCopies(Copies):
 
     def _new_exchanges(self) -> list[tuple[int, ExchangeMemory]]:
         """Memory for the gradients of parameters that were frozen until now."""
-        have = {id(each.store) for each in self._gradients.stores}
-        new = []
-        for number, store in enumerate(self._parameters):
-            if id(store) not in have and any(each is not None and each.requires_grad for each in store.tensors):
-                new.append((number, self._exchange_memory(store)))
-                self._exchange_gradients(store, new[-1][1])
-        return new
+        for store in self._parameters:
+            if not self._exchanges(store) and any(each is not None and each.requires_grad for each in store.tensors):
+                self._new_memory.append((store, self._exchange_memory(store)))
+                self._exchange_gradients(*self._new_memory[-1])
+        return [
+            (self._parameters.index(store), memory) for store, memory in self._new_memory if store in self._parameters
+        ]
+
+    def _exchanges(self, store: Store) -> bool:
+        return any(each.store is store for each in self._gradients.stores)
 
     def receive(self, written: Written) -> None:
         if written.after_failure:
             for store in (*self._parameters, *self._buffers):
                 store.region.drop(store.region.written_pages())
         for number, memory in written.exchanges:
-            self._exchange_gradients(self._parameters[number], memory)
+            if not self._exchanges(self._parameters[number]):
+                self._exchange_gradients(self._parameters[number], memory)
         if written.gradients:
             tensors = dict(self._named())
             for name, gradient in written.gradients.items():
@@ -183,13 +191,14 @@ class SharedCopies(Copies):
 
     def note_state(self) -> None:
         self._gradient_marks = {name: mark(parameter.grad) for name, parameter in self._named()}
+        self._new_memory = []
 
     def forget_state(self) -> None:
         self._gradient_marks = {}
         self._failed = True
 
     def begin_backward(self, *, syncing: bool) -> None:
-        self._gradients.begin()
+        self._gradients.begin(syncing=syncing)
 
     def end_backward(self, *, syncing: bool) -> None:
         if syncing:
@@ -206,6 +215,13 @@ class SharedCopies(Copies):
         written = [store.region.written_pages() for store in self._parameters]
         self._publish(written, self._signals.exchange_flag(WRITTEN_FLAG, _any(written)))
 
+    def share_from_first(self, parameters: Sequence[torch.Tensor]) -> None:
+        for store in self._parameters if self._signals.rank == 0 else ():
+            pages = store.region.written_pages()
+            store.region.publish(pages)
+            store.region.drop(pages)
+        self._signals.barrier()
+
     def settle(self, share: float) -> bool:
         written = [store.region.written_pages() for store in self._parameters]
         if not self._buffers:
@@ -214,7 +230,8 @@ class SharedCopies(Copies):
         buffers = [store.region.written_pages() for store in self._buffers]
         self._signals.put_flag(BUFFERS_FLAG, _any(buffers))
         self._publish(written, self._signals.exchange_flag(WRITTEN_FLAG, _any(written)))
-        if any(self._signals.flags(BUFFERS_FLAG)):
+        # What replicas of other machines did is not in the flags; together all come to the same.
+        if any(self._signals.flags(BUFFERS_FLAG)) or self._runtime.settings.num_machines > 1:
             self._average_buffers(buffers, share)
         return False
 

@@ -57,7 +57,7 @@ class Strategy(ABC):
     @property
     def device(self) -> torch.device:
         """Where this process' replica computes, for torch."""
-        return self.devices[self.global_rank].torch_device
+        return self.devices[self.global_rank - self.replicas_here.start].torch_device
 
     @property
     def world_size(self) -> int:
@@ -68,7 +68,26 @@ class Strategy(ABC):
     def global_rank(self) -> int:
         """The number of this replica, in PyTorch's word; 0 in the main program."""
         replica = context.get_replica_context()
-        return replica.replica_id_in_sync_group if replica else 0
+        return replica.replica_id_in_sync_group if replica else self.replicas_here.start
+
+    @property
+    def replicas_here(self) -> range:
+        """The numbers of the replicas that this program drives."""
+        return range(len(self.devices))
+
+    @property
+    def input_pipeline(self) -> tuple[int, int]:
+        """How many programs read data for one training, and the number of this one."""
+        return 1, 0
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this program does what is to be done once: saving, logging."""
+        return True
+
+    def is_any(self, has_data: bool) -> bool:
+        """Whether any of the programs that train together still has data; all ask at the same time."""
+        return has_data
 
     @property
     def num_replicas(self) -> int:
@@ -76,8 +95,14 @@ class Strategy(ABC):
         return self.num_replicas_in_sync
 
     def distribute(
-        self, data: Any, *, global_batch_size: int | None = None, shuffle: bool = False, uneven: str = "allow"
-    ) -> inputs.DistributedLoader | inputs.DistributedStream:
+        self,
+        data: Any,
+        *,
+        global_batch_size: int | None = None,
+        shuffle: bool = False,
+        uneven: str = "allow",
+        auto_shard: str = "data",
+    ) -> inputs.Distributed:
         """Gives each replica its slice of every global batch.
 
         Every example is used once in an epoch, in the order that one device would see, without
@@ -89,10 +114,20 @@ class Strategy(ABC):
             global_batch_size: For a Dataset, tensors or arrays: how many examples make a batch.
             shuffle: For the same: whether each epoch has a new order.
             uneven: `allow` replicas to get one example more than others or none, or make that an `error`.
+            auto_shard: How several machines share the data. `data`: all see the same global batches, and each
+                loads only its rows. `file`: each reads its own of the `files` that the data has. `off`: what
+                each has is its own already. In the last two cases batches are those of one machine.
         """
-        return inputs.distribute(data, self, global_batch_size=global_batch_size, shuffle=shuffle, uneven=uneven)
+        return inputs.distribute(
+            data,
+            self,
+            global_batch_size=global_batch_size,
+            shuffle=shuffle,
+            uneven=uneven,
+            auto_shard=auto_shard,
+        )
 
-    def distribute_from_function(self, fn: Callable[[inputs.InputContext], Any]) -> inputs.DistributedStream:
+    def distribute_from_function(self, fn: Callable[[inputs.InputContext], Any]) -> inputs.Distributed:
         """The same for a function that makes the batches of single replicas, given its `InputContext`."""
         return inputs.distribute_from_function(fn, self)
 
@@ -110,6 +145,13 @@ class Strategy(ABC):
     @abstractmethod
     def call_in_children(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Calls a function of the library in every child; nothing once the strategy is closed."""
+
+    def revive(self) -> None:  # noqa: B027  # many have nothing to lose
+        """After a `LostError`: makes the strategy usable again, with new processes in the place of those lost.
+
+        What was distributed before has become plain; what is made in a scope from now on is distributed. Nothing
+        is done where nothing was lost.
+        """
 
     def global_batch_size(self, per_replica_batch_size: int) -> int:
         """The global batch that gives every replica so many examples."""
@@ -137,9 +179,7 @@ class Strategy(ABC):
         leaves = pytree.tree_leaves(value, is_leaf=_is_per_replica)
         if not any(map(_is_per_replica, leaves)):
             return (value,)
-        return tuple(
-            values.load_deferred(values.select(value, replica)) for replica in range(self.num_replicas_in_sync)
-        )
+        return tuple(values.load_deferred(values.select(value, place)) for place in range(len(self.devices)))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

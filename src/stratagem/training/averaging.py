@@ -1,11 +1,10 @@
-"""Averages: of weights over time (`ExponentialMovingAverage`), and of gradients over towers.
+"""Moving averages of weights: `ExponentialMovingAverage`.
 
-Owns the averages, which are buffers of modules: those made in a scope are distributed like any other buffers. How
+Owns the averages, which are parameters without gradients: those made in a scope are distributed like any others. How
 they come to the replicas and back is up to `strategies`.
 """
 
 import contextlib
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -126,9 +125,9 @@ class ExponentialMovingAverage(torch.nn.Module):
             weight = 1.0 if unfilled == 1 else (1 - decay) / (1 - decay * unfilled)
             group.unfilled[index] = decay * unfilled if self.zero_debias else 0.0
             weights[weight].append((group.shadow(index), group.variables[index].detach()))
-        with torch.no_grad():
+        with torch.no_grad(), _shared_work() as own_part:
             for weight, pairs in weights.items():
-                shadows, values = [shadow for shadow, _ in pairs], [value.to(shadow) for shadow, value in pairs]
+                shadows, values = zip(*(own_part(shadow, value.to(shadow)) for shadow, value in pairs), strict=True)
                 if weight == 1:
                     torch._foreach_copy_(shadows, values)
                 else:
@@ -292,70 +291,46 @@ class _Shadows(torch.nn.Module):
         # product of all decays.
         self.unfilled = [1.0] * len(names)
         for index, variable in enumerate(variables):
-            self.register_buffer(str(index), variable.detach().clone(), persistent=False)
+            self.register_parameter(str(index), torch.nn.Parameter(variable.detach().clone(), requires_grad=False))
 
     def shadow(self, index: int) -> torch.Tensor:
-        return self.get_buffer(str(index))
+        return self.get_parameter(str(index))
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        """Its owner does that, under the names of the variables."""
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """The same."""
 
 
-def average_gradients(
-    tower_grads: Iterable[Iterable[tuple[torch.Tensor | None, torch.Tensor]]],
-) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
-    """The mean gradient of each variable that several towers share, as in TensorFlow's multi-tower examples.
+@contextlib.contextmanager
+def _shared_work() -> Iterator[Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+    """Gives the part of an average, and of a value that goes into it, that this process has to do.
 
-    A strategy does this by itself; it is for programs that place towers on devices by hand.
-
-    Args:
-        tower_grads: For each tower its pairs of gradient and variable, in the same order.
-    Returns:
-        The mean gradient, where the first tower's is, and the variable, for each; no gradient in all towers stays none.
-    Raises:
-        StrategyError: Towers have different variables, or a gradient that others do not have.
-    Example:
-        >>> weight = torch.zeros(2)
-        >>> average_gradients([[(torch.ones(2), weight)], [(torch.full((2,), 3.0), weight)]])
-        [(tensor([2., 2.]), tensor([0., 0.]))]
+    Replicas that share memory do a part each, as with the update of an optimizer; elsewhere everyone does all.
     """
-    towers = [list(tower) for tower in tower_grads]
-    if not towers:
-        raise StrategyError("average_gradients needs the gradients of one tower or more, got an empty list")
-    for number, tower in enumerate(towers):
-        if wrong := [each for each in tower if not isinstance(each, tuple | list) or len(each) != 2]:
-            kind = type(wrong[0]).__name__
-            raise StrategyError(f"a tower has pairs of gradient and variable, tower {number} has a {kind}")
-        if len(tower) != len(towers[0]):
-            lengths = f"tower 0 has {len(towers[0])} and tower {number} has {len(tower)}"
-            raise StrategyError(f"towers have the same variables, but {lengths}")
-    return [_mean_gradient(index, pairs) for index, pairs in enumerate(zip(*towers, strict=True))]
+    run = context.current_runs[-1] if context.current_runs else None
 
+    def own_part(shadow: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        part = run.copies.own_part(shadow) if run is not None and run.signals.size > 1 else None
+        if run is None or part is None:
+            return shadow, value
+        first, last = part
+        if value.stride() != shadow.stride():
+            value = torch.empty_like(shadow).copy_(value)
+        own = value.as_strided((last - first,), (1,), value.storage_offset() + first)
+        return run.copies.shared_part(shadow, first, last), own
 
-def _mean_gradient(index: int, pairs: Sequence[tuple[Any, torch.Tensor]]) -> tuple[torch.Tensor | None, torch.Tensor]:
-    variable, gradients = pairs[0][1], [gradient for gradient, _ in pairs]
-    what = f"variable {index} of shape {tuple(variable.shape)}"
-    for number, (gradient, other) in enumerate(pairs):
-        if other is not variable:
-            raise StrategyError(
-                f"towers share their variables, but {what} of tower 0 is another one in tower {number}, of shape "
-                f"{tuple(other.shape)}; give all towers the same variables in the same order"
-            )
-        if (gradient is None) != (gradients[0] is None):
-            having = [each for each, (found, _) in enumerate(pairs) if found is not None]
-            raise StrategyError(
-                f"{what} has a gradient in tower(s) {', '.join(map(str, having))} of {len(pairs)} only; let every "
-                f"tower use it, or give zeros where it is not used"
-            )
-        if gradient is not None and gradient.shape != variable.shape:
-            raise StrategyError(f"the gradient of {what} has shape {tuple(gradient.shape)} in tower {number}")
-    if gradients[0] is None:
-        return None, variable
-    here = [gradient.to(gradients[0].device) for gradient in gradients]
-    return functools.reduce(torch.add, here) / len(here), variable
+    with run.split_update((), checked=True) if run is not None else contextlib.nullcontext():
+        yield own_part
 
 
 def _named(variables: Variables) -> Iterator[tuple[str | None, torch.Tensor]]:
     """Variables with their names, where they have one; of a module the parameters that can be averaged."""
     if isinstance(variables, torch.nn.Module):
-        yield from ((name, each) for name, each in variables.named_parameters() if _can_be_averaged(each))
+        averages = {id(each) for group in _shadows_in(variables) for each in group.parameters()}
+        named = variables.named_parameters()
+        yield from ((name, each) for name, each in named if _can_be_averaged(each) and id(each) not in averages)
         return
     several = isinstance(variables, Iterable) and not isinstance(variables, torch.Tensor)
     for each in variables if several else [variables]:
@@ -369,6 +344,10 @@ def _named(variables: Variables) -> Iterator[tuple[str | None, torch.Tensor]]:
             what = f"{name or 'a tensor'!r} of shape {tuple(variable.shape)}"
             raise StrategyError(f"averages are of floating-point variables, got {what} and type {variable.dtype}")
         yield name, variable
+
+
+def _shadows_in(module: torch.nn.Module) -> list[_Shadows]:
+    return [each for each in module.modules() if isinstance(each, _Shadows)]
 
 
 def _can_be_averaged(variable: torch.Tensor) -> bool:

@@ -7,6 +7,8 @@ those who make it.
 """
 
 import contextlib
+import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -22,7 +24,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from stratagem._caller import warn_caller
-from stratagem.errors import StratagemError, StratagemWarning
+from stratagem.devices.device import mib
+from stratagem.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointWriteError,
+    StratagemWarning,
+)
 
 TENSORS = "tensors.safetensors"
 STATE = "state.json"
@@ -31,19 +40,9 @@ _FORMAT = 1
 _NAME = re.compile(r"model\.ckpt-(\d{1,18})")
 _UNFINISHED = ".unfinished-"
 _MAX_SHOWN = 5
-_MAX_STATE_BYTES = 256 * 2**20
-
-
-class CheckpointError(StratagemError, RuntimeError):
-    """A checkpoint cannot be written, found or used."""
-
-
-class CheckpointCorruptError(CheckpointError):
-    """A checkpoint is not what was written."""
-
-
-class CheckpointMismatchError(CheckpointError, ValueError):
-    """A checkpoint is of another model."""
+_MAX_STATE_BYTES = 16 * 2**20
+_MAX_SUMS_BYTES = 1024
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def save_checkpoint(folder: str | os.PathLike[str], step: int, state: Mapping[str, Any], *, keep_max: int = 0) -> str:
@@ -57,7 +56,8 @@ def save_checkpoint(folder: str | os.PathLike[str], step: int, state: Mapping[st
     Returns:
         The path of the checkpoint.
     Raises:
-        CheckpointError: Something in the state cannot be kept, or the files cannot be written.
+        CheckpointError: Something in the state cannot be kept.
+        CheckpointWriteError: The files cannot be written.
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -67,22 +67,34 @@ def save_checkpoint(folder: str | os.PathLike[str], step: int, state: Mapping[st
     """
     writer = _Writer()
     content = writer.encode(dict(state), "state")
-    path = Path(folder) / f"model.ckpt-{step}"
+    path = Path(checkpoint_path(folder, step))
     text = json.dumps({"format": _FORMAT, "step": step, "state": content})
+    if len(text) > _MAX_STATE_BYTES:
+        raise CheckpointError(
+            f"a checkpoint keeps at most {mib(_MAX_STATE_BYTES)} besides its tensors, got {mib(len(text))}; keep long "
+            f"lists of numbers as tensors"
+        )
     try:
         with whole_folder(path) as draft:
-            save_file(writer.tensors, draft / TENSORS)
-            sums = {"tensors_sha256": _digest(draft / TENSORS), "state_sha256": _digest_of(text)}
+            tensors_file = draft / TENSORS
+            save_file(writer.tensors, tensors_file)
+            sums = {
+                "tensors_bytes": tensors_file.stat().st_size,
+                "tensors_sha256": _digest(tensors_file),
+                "state_sha256": _digest_of(text),
+            }
             (draft / STATE).write_text(json.dumps({"sums": sums}) + "\n" + text + "\n")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"checkpoint {str(path)!r} could not be written: {error}. Earlier checkpoints are as they were; make room, "
-            f"or choose a folder that can be written to"
+        need = sum(each.nbytes for each in writer.tensors.values()) + len(text)
+        raise CheckpointWriteError(
+            f"checkpoint {str(path)!r} could not be written: {error} (need {mib(need)}, free {_free(path.parent)}). "
+            f"Earlier checkpoints are as they were; make room, or choose a folder that can be written to"
         ) from error
-    if keep_max:
-        for _, old_path in _numbered(path.parent)[:-keep_max]:
-            with _unfinished(old_path) as aside:
-                old_path.rename(aside / old_path.name)
+    # Not the new one, whatever its step: those with a later step may be damaged ones that were passed over.
+    others = [each for _, each in _numbered(path.parent) if each != path]
+    for old_path in others[: max(0, len(others) + 1 - keep_max)] if keep_max else ():
+        with _unfinished(old_path) as aside:
+            old_path.rename(aside / old_path.name)
     return str(path)
 
 
@@ -97,8 +109,11 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     tensors_file = Path(path) / TENSORS
     try:
         _require_file(tensors_file)
-        if _digest(tensors_file) != sums.get("tensors_sha256"):
-            raise CheckpointCorruptError(f"{str(tensors_file)!r} is damaged: its checksum is not the one in {STATE}")
+        if _digest(tensors_file) != sums["tensors_sha256"]:
+            raise CheckpointCorruptError(
+                f"{str(tensors_file)!r} is damaged: its sha256 is not the one in {STATE} (size "
+                f"{tensors_file.stat().st_size}, expected {sums['tensors_bytes']})"
+            )
         tensors = load_file(tensors_file)
         state = _decode(json.loads(text)["state"], tensors)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -112,20 +127,13 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 def whole_folder(path: Path) -> Iterator[Path]:
     """A folder to write files to, which then becomes `path`; if the block fails, nothing has changed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.glob(f"{_UNFINISHED}*"):  # of a program that was killed while it saved
-        shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in path.parent.glob(f"{_UNFINISHED}*"):
+        _remove_if_left(leftover)
     with _unfinished(path) as draft, _unfinished(path) as aside:
         yield draft
         for each in (*draft.iterdir(), draft):
             _bring_to_disk(each)
-        if path.exists():
-            path.rename(aside / path.name)
-        try:
-            draft.rename(path)
-        except BaseException:
-            if (aside / path.name).exists():
-                (aside / path.name).rename(path)
-            raise
+        _put_in_place(draft, path, aside)
         _bring_to_disk(path.parent)
 
 
@@ -150,9 +158,15 @@ def load_latest(folder: str | os.PathLike[str]) -> tuple[str, dict[str, Any]] | 
     for _, path in reversed(_numbered(Path(folder))):
         try:
             return str(path), load_checkpoint(path)
-        except CheckpointCorruptError as error:
-            warn_caller(f"{error}; taking the checkpoint before it", StratagemWarning)
+        except CheckpointError as error:
+            if path.is_dir():  # else another program has dropped it meanwhile
+                warn_caller(f"{error}; taking the checkpoint before it", StratagemWarning)
     return None
+
+
+def checkpoint_path(folder: str | os.PathLike[str], step: int) -> str:
+    """Where the checkpoint of a step is."""
+    return str(Path(folder) / f"model.ckpt-{step}")
 
 
 def step_of(path: str | os.PathLike[str]) -> int:
@@ -259,7 +273,7 @@ def _read_state(path: Path) -> tuple[dict[str, str], str]:
         raise CheckpointError(f"there is no checkpoint {str(path)!r}; checkpoints are folders named model.ckpt-STEP")
     try:
         _require_file(file)
-        if file.stat().st_size > _MAX_STATE_BYTES:
+        if file.stat().st_size > _MAX_STATE_BYTES + _MAX_SUMS_BYTES:
             raise ValueError(f"{file.stat().st_size} bytes are more than it can have")
         header, text, _ = file.read_text().split("\n", 2)
         sums = json.loads(header)["sums"]
@@ -284,6 +298,33 @@ def _digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _free(folder: Path) -> str:
+    try:
+        return mib(shutil.disk_usage(folder).free)
+    except OSError:
+        return "unknown"
+
+
+def _put_in_place(draft: Path, path: Path, aside: Path) -> None:
+    """Gives a folder its name. What had the name is in `draft` or `aside` then."""
+    if not path.exists():
+        draft.rename(path)
+    elif not _swap(draft, path):
+        path.rename(aside / path.name)
+        try:
+            draft.rename(path)
+        except BaseException:
+            (aside / path.name).rename(path)
+            raise
+
+
+def _swap(one: Path, other: Path) -> bool:
+    """Gives each of two folders the other's name in one step; `False` where the file system cannot do that."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(one), os.fsencode(other)
+    return rename is not None and rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
+
+
 def _bring_to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -296,10 +337,25 @@ def _bring_to_disk(path: Path) -> None:
 def _unfinished(path: Path) -> Iterator[Path]:
     """A folder beside `path` that nobody takes for a checkpoint; gone after the block, however that ends."""
     draft = Path(tempfile.mkdtemp(prefix=f"{_UNFINISHED}{path.name}-", dir=path.parent))
+    descriptor = os.open(draft, os.O_RDONLY)
     try:
+        with contextlib.suppress(OSError):  # not every file system has locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield draft
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _remove_if_left(draft: Path) -> None:
+    """Removes what a program left that was killed while it saved; one that still saves holds a lock."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(draft, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(draft, ignore_errors=True)
+        finally:
+            os.close(descriptor)
 
 
 def _numbered(home: Path) -> list[tuple[int, Path]]:

@@ -11,6 +11,7 @@ from typing import Any, final
 
 import keras
 import torch
+from keras.src import backend
 from keras.src.backend.torch.trainer import TorchTrainer
 from keras.src.trainers.trainer import Trainer
 
@@ -67,11 +68,21 @@ class _Steps:
 
     def predict(self, data: Any) -> Any:
         """What Keras calls for a batch to predict."""
+        self._build(data[0])
         return self._strategy.gather(self._run(keras_steps.predict_step, data[0]))
 
     def _run(self, step: Callable[..., Any], batch: Any) -> Any:
         self._batch = keras.tree.map_structure(lambda each: each if each is None else torch.as_tensor(each), batch)
         return self._strategy.run(step, args=(self._current(), next(self._slices)))
+
+    def _build(self, batch: Any) -> None:
+        """Builds what is not built yet, which `predict` leaves to the first call: replicas would draw other weights."""
+        model: Any = self._model()
+        if self._compiled is None and not all(layer.built for layer in model._flatten_layers()):
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            with self._strategy.scope():
+                backend.compute_output_spec(model, keras.tree.map_structure(_symbolic, inputs), training=False)
+            model._post_build()
 
     def _batches(self) -> Iterator[Any]:
         while True:
@@ -88,6 +99,10 @@ class _Steps:
     def _logs(self, logs: Any) -> Any:
         """One value of each: metrics are the same in all replicas, other values become their mean."""
         return {name: self._strategy.reduce("mean", value) for name, value in logs.items()}
+
+
+def _symbolic(value: Any) -> Any:
+    return None if value is None else keras.KerasTensor(value.shape, backend.standardize_dtype(value.dtype))
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:

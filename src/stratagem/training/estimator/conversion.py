@@ -1,17 +1,19 @@
-"""Makes an Estimator of a module that exists."""
+"""Makes an Estimator of a torch module or a Keras model that exists."""
 
 import copy
+import importlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from stratagem.errors import EstimatorError
 from stratagem.strategies.one_device import get_strategy
-from stratagem.training.estimator.checks import EstimatorError, described
+from stratagem.training.estimator.checks import described
 from stratagem.training.estimator.estimator import Estimator
 from stratagem.training.estimator.run_config import RunConfig
-from stratagem.training.estimator.specs import EstimatorSpec, ModeKeys
+from stratagem.training.estimator.specs import EstimatorSpec, ModeKeys, WarmStartSettings
 
 
 def model_to_estimator(
@@ -25,8 +27,9 @@ def model_to_estimator(
     keras_model: Any = None,
     model_dir: str | os.PathLike[str] | None = None,
     config: RunConfig | None = None,
+    warm_start_from: str | os.PathLike[str] | WarmStartSettings | None = None,
 ) -> Estimator:
-    """An Estimator that trains copies of a torch module, starting from its weights.
+    """An Estimator that trains copies of a torch module or a Keras model, starting from its weights.
 
     Args:
         module: The module; it is not changed itself.
@@ -36,17 +39,22 @@ def model_to_estimator(
         scheduler: A function that makes the scheduler, given the optimizer.
         metrics: As `eval_metric_ops` of `EstimatorSpec`.
         predictions: As in `EstimatorSpec`.
-        keras_model: Not taken yet: compile the model in a strategy's scope and call its `fit`.
+        keras_model: Instead of all these a Keras model, compiled; or a function that makes one, for models
+            that cannot be copied. It is not changed itself. Batches may have weights of the examples, as a
+            third part.
         model_dir: Where checkpoints and summaries are kept.
         config: How to run; holds the strategies.
+        warm_start_from: As of `Estimator`; what it does not name keeps the given weights.
     Raises:
         EstimatorError: Something is missing or of the wrong kind.
     """
     if keras_model is not None:
-        raise EstimatorError(
-            "keras_model is not taken yet; call compile and fit of the Keras model inside a strategy's scope, or give "
-            "module=, loss= and optimizer= for a torch module"
-        )
+        given = {"module": module, "loss": loss, "optimizer": optimizer, "scheduler": scheduler, "metrics": metrics}
+        if extra := [name for name, value in {**given, "predictions": predictions}.items() if value is not None]:
+            raise EstimatorError(f"keras_model is compiled with all that it needs; leave out {', '.join(extra)}")
+        # Only when it is needed: it imports Keras.
+        keras_models = importlib.import_module("stratagem.training.estimator.keras_models")
+        return Estimator(keras_models.OfKeras(keras_model), model_dir, config, None, warm_start_from)
     if not isinstance(module, torch.nn.Module):
         raise EstimatorError(f"module is a torch module, got {described(module)}")
     if loss is None or not callable(loss):
@@ -68,7 +76,7 @@ def model_to_estimator(
             optimizer=made,
             scheduler=scheduler(made) if scheduler is not None and made is not None else None,
             predictions=predictions,
-            eval_metric_ops=metrics,
+            eval_metric_ops=copy.deepcopy(metrics),  # they add up what they see
         )
 
-    return Estimator(model_fn, model_dir, config)
+    return Estimator(model_fn, model_dir, config, None, warm_start_from)

@@ -1,6 +1,6 @@
-"""Trains, evaluates and uses a model that a function describes, and keeps all of it in a folder.
+"""Trains, evaluates and uses a model, and keeps all of it in a folder.
 
-Owns the life of a session: find the checkpoint, open the input, build and restore the model, run.
+Owns the calls of the user and the restarts of a training. Sessions are opened by `opening`.
 """
 
 import contextlib
@@ -13,21 +13,14 @@ from typing import Any, final
 import torch
 
 from stratagem._caller import warn_caller
-from stratagem.errors import StratagemWarning, StrategyError
+from stratagem.errors import EstimatorError, LostError, StratagemWarning, StrategyError
 from stratagem.inputs.loading import random_state_kept
 from stratagem.strategies import context
 from stratagem.strategies.one_device import get_strategy
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.checkpoints import latest_checkpoint, save_checkpoint
-from stratagem.training.estimator import exporting, random_state, states
-from stratagem.training.estimator.checks import (
-    EstimatorError,
-    accepted,
-    described,
-    require_count,
-    require_input_fn,
-)
-from stratagem.training.estimator.feed import Feed, example_of
+from stratagem.training.estimator import exporting, states
+from stratagem.training.estimator.checks import described, require_count, require_input_fn
 from stratagem.training.estimator.hooks import (
     CheckpointSaverHook,
     CheckpointSaverListener,
@@ -36,19 +29,20 @@ from stratagem.training.estimator.hooks import (
     StepCounterHook,
     StopAtStepHook,
     require_hooks,
+    require_listeners,
 )
-from stratagem.training.estimator.run_config import RunConfig, usable_folder
-from stratagem.training.estimator.session import Evaluation, Session, chosen, rows
+from stratagem.training.estimator.models import Maker
+from stratagem.training.estimator.opening import InputUsedUpError, Opener
+from stratagem.training.estimator.restarts import Restarts
+from stratagem.training.estimator.run_config import FROM_CHECKPOINT, RunConfig, usable_folder
+from stratagem.training.estimator.session import Session, chosen, rows
 from stratagem.training.estimator.specs import EstimatorSpec, ModeKeys, WarmStartSettings
+from stratagem.training.estimator.states import State, step_in
 from stratagem.training.estimator.summaries import SummarySaverHook, summary_writer, write_scalars
+from stratagem.training.estimator.torch_models import OfFunction
 
 _log = logging.getLogger("stratagem")
 _DEFAULT_SAVE_SECS = 600.0
-_State = tuple[str, dict[str, Any]]
-
-
-class _InputUsedUpError(Exception):
-    """The training that is taken up again had used all of its input."""
 
 
 @final
@@ -75,13 +69,13 @@ class Estimator:
 
     def __init__(
         self,
-        model_fn: Callable[..., EstimatorSpec],
+        model_fn: Callable[..., EstimatorSpec] | Maker,
         model_dir: str | os.PathLike[str] | None = None,
         config: RunConfig | None = None,
         params: Mapping[str, Any] | None = None,
-        warm_start_from: str | WarmStartSettings | None = None,
+        warm_start_from: str | os.PathLike[str] | WarmStartSettings | None = None,
     ) -> None:
-        if not callable(model_fn):
+        if not isinstance(model_fn, Maker) and not callable(model_fn):
             raise EstimatorError(f"model_fn is a function that returns an EstimatorSpec, got {described(model_fn)}")
         if config is not None and not isinstance(config, RunConfig):
             raise EstimatorError(f"config is a RunConfig, got {described(config)}")
@@ -91,11 +85,13 @@ class Estimator:
         self.model_dir = usable_folder(model_dir, config)
         self.config = config.replace(model_dir=self.model_dir)
         self.params = copy.deepcopy(dict(params or {}))
-        taken = accepted(model_fn, "model_fn", dict.fromkeys(("features", "labels", "mode", "params", "config")))
-        if params is not None and "params" not in taken:
-            raise EstimatorError(f"params were given, but model_fn takes only {', '.join(taken) or 'nothing'}")
-        self._model_fn = model_fn
-        self._warm_start = WarmStartSettings(warm_start_from) if isinstance(warm_start_from, str) else warm_start_from
+        maker = model_fn if isinstance(model_fn, Maker) else OfFunction(model_fn)
+        if params is not None and isinstance(maker, OfFunction) and "params" not in maker.taken:
+            raise EstimatorError(f"params were given, but model_fn takes only {', '.join(maker.taken) or 'nothing'}")
+        warm_start = warm_start_from
+        if warm_start is not None and not isinstance(warm_start, WarmStartSettings):
+            warm_start = WarmStartSettings(warm_start)
+        self._opener = Opener(maker, self.model_dir, self.config, self.params, warm_start)
 
     def train(
         self,
@@ -119,35 +115,69 @@ class Estimator:
         """
         require_input_fn(input_fn)
         require_hooks("hooks", hooks)
+        require_listeners(saving_listeners)
         if steps is not None and max_steps is not None:
             raise EstimatorError(f"give steps or max_steps, got both: {steps!r} and {max_steps!r}")
         for name, value in (("steps", steps), ("max_steps", max_steps)):
             if value is not None:
                 require_count(name, value)
         self._require_outside("train")
-        found = states.find_checkpoint(None, self.model_dir)
-        if max_steps is not None and found is not None and found[1]["global_step"] >= max_steps:
-            _log.info("the model has been trained for %d steps already", found[1]["global_step"])
+        found = self._find(None, self.config.train_distribute)
+        step = step_in(found)
+        last_step = step + steps if steps is not None else max_steps
+        if last_step is not None and step >= last_step:
+            _log.info("the model has been trained for %d steps already", step)
             return self
+        restarts, begun = Restarts(self.config), list[SessionRunHook]()
+        while True:
+            try:
+                self._train(input_fn, hooks, last_step, saving_listeners, found, begun)
+                return self
+            except LostError as error:
+                num_left = restarts.num_left_after(error)
+                cause = str(error)
+            for strategy in (self.config.train_distribute, self.config.eval_distribute):
+                if strategy is not None:
+                    strategy.revive()
+            found = self._find(None, self.config.train_distribute)
+            warn_caller(
+                f"{cause}. Training is restarted from step {step_in(found)}; "
+                f"{num_left} of {self.config.max_restarts} restarts are left",
+                StratagemWarning,
+            )
+
+    def _train(
+        self,
+        input_fn: Callable[..., Any],
+        hooks: Sequence[SessionRunHook],
+        last_step: int | None,
+        listeners: Sequence[CheckpointSaverListener],
+        found: State | None,
+        begun: list[SessionRunHook],
+    ) -> None:
+        """Trains until the end, or until something is lost."""
         with contextlib.ExitStack() as stack:
             strategy = self.config.train_distribute or get_strategy()
             try:
-                session = self._open(ModeKeys.TRAIN, input_fn, strategy, found, stack)
-            except _InputUsedUpError:
-                return self._finish(found)
-            ours: list[SessionRunHook] = [*hooks, *session.spec.training_hooks]
+                session = self._opener.open(ModeKeys.TRAIN, input_fn, strategy, found, stack)
+            except InputUsedUpError:
+                self._finish(found)
+                return
+            if found is None and self.config.restart == FROM_CHECKPOINT:
+                session.save(finished=False)
+            ours = [*hooks, *session.model.hooks]
             if self.config.log_step_count_steps:
                 ours.append(LoggingTensorHook(every_n_iter=self.config.log_step_count_steps))
                 ours.append(StepCounterHook(self.config.log_step_count_steps))
             if self.config.save_summary_steps:
-                writer = stack.enter_context(summary_writer(self.model_dir))
+                start = session.global_step
+                writer = stack.enter_context(summary_writer(self.model_dir, start)) if strategy.is_chief else None
                 ours.append(SummarySaverHook(writer, self.config.save_summary_steps))
-            if steps is not None or max_steps is not None:
-                ours.append(StopAtStepHook(steps, max_steps))
-            ours.append(self._saver(saving_listeners))
-            for _ in session.run(ours):
+            if last_step is not None:
+                ours.append(StopAtStepHook(last_step=last_step))
+            _add_saver(ours, self.config, listeners)
+            for _ in _begun(session, ours, begun):
                 pass
-        return self
 
     def evaluate(
         self,
@@ -175,15 +205,15 @@ class Estimator:
         with contextlib.ExitStack() as stack:
             stack.enter_context(random_state_kept())
             strategy = self.config.eval_distribute or get_strategy()
-            session = self._open(ModeKeys.EVAL, input_fn, strategy, found, stack)
+            session = self._opener.open(ModeKeys.EVAL, input_fn, strategy, found, stack)
             self._require_end(session, steps)
-            evaluation = Evaluation(session)
-            for number, (batch, results) in enumerate(session.run([*hooks, *session.spec.evaluation_hooks]), 1):
+            evaluation = session.model.evaluation()
+            for number, (batch, results) in enumerate(_begun(session, [*hooks, *session.model.hooks]), 1):
                 evaluation.add(batch, results)
                 if number == steps:
                     session.request_stop()
             metrics = {**evaluation.result(), "global_step": session.global_step}
-            if self.config.save_summary_steps:
+            if self.config.save_summary_steps and strategy.is_chief:
                 folder = os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
                 write_scalars(stack.enter_context(summary_writer(folder)), metrics, session.global_step)
         _log.info("evaluated: %s", ", ".join(f"{key} = {value}" for key, value in metrics.items()))
@@ -218,15 +248,15 @@ class Estimator:
         input_fn: Callable[..., Any],
         predict_keys: Sequence[str] | None,
         hooks: Sequence[SessionRunHook],
-        found: _State | None,
+        found: State | None,
         singly: bool,
     ) -> Iterator[Any]:
         with contextlib.ExitStack() as stack:
             strategy = self.config.eval_distribute or get_strategy()
             with random_state_kept():
-                session = self._open(ModeKeys.PREDICT, input_fn, strategy, found, stack)
-            for _, results in session.run([*hooks, *session.spec.prediction_hooks]):
-                predictions = chosen(strategy.gather(results), predict_keys)
+                session = self._opener.open(ModeKeys.PREDICT, input_fn, strategy, found, stack)
+            for _, results in _begun(session, [*hooks, *session.model.hooks]):
+                predictions = chosen(session.model.predictions(results), predict_keys)
                 yield from rows(predictions) if singly else (predictions,)
 
     def export(self, export_dir: str | os.PathLike[str], checkpoint_path: str | None = None) -> str:
@@ -246,9 +276,9 @@ class Estimator:
             raise EstimatorError(f"export needs a trained model, and {self.model_dir!r} has no checkpoint; call train")
         structure = found[1]["features"]
         with random_state_kept():
-            spec = self._build(ModeKeys.PREDICT, exporting.example_from(structure), None)
-        states.restore_model(spec, *found)
-        return exporting.write_export(path, spec, structure, found[1]["global_step"])
+            model = self._opener.build(ModeKeys.PREDICT, exporting.example_from(structure), None, get_strategy())
+        model.restore(*found)
+        return exporting.write_export(path, model, structure, found[1]["global_step"])
 
     def latest_checkpoint(self) -> str | None:
         """The path of the newest undamaged checkpoint."""
@@ -273,108 +303,18 @@ class Estimator:
         weights: dict[str, Any] = found[1]["module"]
         return weights
 
-    def _open(
-        self,
-        mode: ModeKeys,
-        input_fn: Callable[..., Any],
-        strategy: Strategy,
-        found: _State | None,
-        stack: contextlib.ExitStack,
-    ) -> Session:
-        """Opens the input, builds the model and restores it. What must be closed is left to the stack."""
-        if self.config.random_seed is not None:
-            random_state.seed(self.config.random_seed)
-        resumed = found[1] if found is not None and mode == ModeKeys.TRAIN else None
-        # The model starts from the same numbers, however many its input draws.
-        with random_state_kept():
-            feed, first = self._feed(mode, input_fn, strategy, resumed, stack)
-            example = example_of(first)
-            after_input = random_state.current()
-        with strategy.scope():
-            spec = self._build(mode, *example)
-        if found is not None:
-            states.restore_model(spec, *found)
-        elif self._warm_start is not None:
-            names = states.warm_start(spec, self._warm_start)
-            _log.info("warm start of %s", ", ".join(names))
-        if resumed is not None:
-            random_state.restore(after_input)
-        structure = states.structure_of(example[0])
-
-        def save(session: Session, finished: bool) -> str:
-            state = states.state_of(session, structure, finished=finished)
-            keep_max = self.config.keep_checkpoint_max
-            return save_checkpoint(self.model_dir, session.global_step, state, keep_max=keep_max)
-
-        return Session(strategy, spec, feed, first, found[1]["global_step"] if found else 0, save)
-
-    def _feed(
-        self,
-        mode: ModeKeys,
-        input_fn: Callable[..., Any],
-        strategy: Strategy,
-        resumed: dict[str, Any] | None,
-        stack: contextlib.ExitStack,
-    ) -> tuple[Feed, tuple[Any, Any]]:
-        """The input with its first batch; of a training that was cut short, with the next one."""
-
-        position = resumed["input"] if resumed is not None else None
-        seed = random_state.draw() if position is None else position["seed"]
-
-        def opened() -> Feed:
-            feed = Feed(input_fn, {"mode": mode, "params": dict(self.params), "config": self.config}, strategy, seed)
-            stack.callback(feed.close)
-            return feed
-
-        feed = opened()
-        if position is not None and not feed.go_to(position):
-            warn_caller(
-                f"the last training was cut short after pass {position['num_epochs']}, batch "
-                f"{position['num_batches']} of its input; this input has fewer and is used from its beginning",
-                StratagemWarning,
-            )
-            feed = opened()
-        if resumed is not None:
-            random_state.restore(resumed["random"])
-        first = feed.next()
-        if first is None and position is not None:
-            raise _InputUsedUpError
-        if first is None:
-            raise EstimatorError("input_fn gave no batch; a training, an evaluation or a prediction needs one")
-        return feed, first
-
-    def _build(self, mode: ModeKeys, features: Any, labels: Any) -> EstimatorSpec:
-        available = {
-            "features": features,
-            "labels": None if mode == ModeKeys.PREDICT else labels,
-            "mode": mode,
-            "params": copy.deepcopy(self.params),
-            "config": self.config,
-        }
-        spec = self._model_fn(**accepted(self._model_fn, "model_fn", available))
-        if not isinstance(spec, EstimatorSpec):
-            raise EstimatorError(f"model_fn returns an EstimatorSpec, got {described(spec)}")
-        if spec.mode != mode:
-            raise EstimatorError(
-                f"model_fn was called for mode {str(mode)!r} and returned a spec for {str(spec.mode)!r}; "
-                f"pass the mode on that it is given"
-            )
-        return spec
-
-    def _saver(self, listeners: Sequence[CheckpointSaverListener]) -> CheckpointSaverHook:
-        steps, secs = self.config.save_checkpoints_steps, self.config.save_checkpoints_secs
-        if steps is None and secs is None:
-            secs = _DEFAULT_SAVE_SECS
-        return CheckpointSaverHook(save_steps=steps, save_secs=secs, listeners=listeners)
-
-    def _finish(self, found: _State | None) -> "Estimator":
+    def _finish(self, found: State | None) -> None:
         """Brings a training to its end that was cut short after its last batch, before it could do so itself."""
-        if found is not None:
+        if found is not None and (self.config.train_distribute or get_strategy()).is_chief:
             save_checkpoint(self.model_dir, found[1]["global_step"], {**found[1], "input": None})
-        return self
 
-    def _find_trained(self, checkpoint_path: str | None) -> _State | None:
+    def _find(self, checkpoint_path: str | None, strategy: Strategy | None) -> State | None:
         found = states.find_checkpoint(checkpoint_path, self.model_dir)
+        states.require_agreement(found, self.model_dir, strategy or get_strategy())
+        return found
+
+    def _find_trained(self, checkpoint_path: str | None) -> State | None:
+        found = self._find(checkpoint_path, self.config.eval_distribute)
         if found is None:
             warn_caller(
                 f"{self.model_dir!r} has no checkpoint; the model is used as model_fn makes it", StratagemWarning
@@ -391,3 +331,28 @@ class Estimator:
                 f"Estimator.{what} was called inside a strategy's scope or run; call it outside, and give the "
                 f"strategy as RunConfig(train_distribute=..., eval_distribute=...)"
             )
+
+
+def _begun(
+    session: Session, hooks: Sequence[SessionRunHook], begun: list[SessionRunHook] | None = None
+) -> Iterator[tuple[Any, Any]]:
+    """Runs a session; hooks that have begun in an earlier one, which it goes on with, do not do so again."""
+    for hook in hooks:
+        if not any(each is hook for each in begun or ()):
+            hook.begin()
+    if begun is not None:
+        begun[:] = hooks
+    return session.run(hooks)
+
+
+def _add_saver(hooks: list[SessionRunHook], config: RunConfig, listeners: Sequence[CheckpointSaverListener]) -> None:
+    """Lets checkpoints be written, after all other hooks, unless one of these does so already."""
+    own = [hook for hook in hooks if isinstance(hook, CheckpointSaverHook)]
+    if own:
+        own[0].tell(listeners)
+        return
+    steps, secs = config.save_checkpoints_steps, config.save_checkpoints_secs
+    if steps is None and secs is None:
+        secs = _DEFAULT_SAVE_SECS
+    on_error = config.on_save_error
+    hooks.append(CheckpointSaverHook(save_steps=steps, save_secs=secs, listeners=listeners, on_error=on_error))

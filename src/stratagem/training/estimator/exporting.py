@@ -2,17 +2,17 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 
-from stratagem.training.checkpoints import CheckpointError, whole_folder
-from stratagem.training.estimator.checks import EstimatorError
-from stratagem.training.estimator.specs import EstimatorSpec
+from stratagem.errors import CheckpointWriteError, EstimatorError
+from stratagem.training.checkpoints import whole_folder
+from stratagem.training.estimator.models import Model
 from stratagem.training.estimator.states import structure_of
 
 WEIGHTS = "weights.safetensors"
@@ -27,29 +27,24 @@ def require_free(export_dir: str | os.PathLike[str]) -> Path:
     return path
 
 
-def write_export(path: Path, spec: EstimatorSpec, structure: Any, global_step: int) -> str:
+def write_export(path: Path, model: Model, structure: Any, global_step: int) -> str:
     """Writes the folder of an exported model, whole or not at all.
 
     Args:
         path: The folder.
-        spec: The model, restored.
+        model: The model, restored.
         structure: The form of its features.
         global_step: How many steps it has been trained.
     """
-    signatures: dict[str, Callable[[Any], Any]] = dict(spec.export_outputs or {})
-    signatures = signatures or {"serving_default": spec.predictions or (lambda outputs: outputs)}
-    spec.module.eval()
-    with torch.no_grad():
-        outputs = spec.module(example_from(structure))
-        described = {name: structure_of(function(outputs)) for name, function in signatures.items()}
+    described = {name: structure_of(each) for name, each in model.outputs(example_from(structure)).items()}
     content = {"format": 1, "global_step": global_step, "inputs": structure, "signatures": described}
-    weights = {name: each.detach().cpu().clone().contiguous() for name, each in spec.module.state_dict().items()}
+    weights = {name: each.detach().cpu().clone().contiguous() for name, each in model.weights().items()}
     try:
         with whole_folder(path) as draft:
             save_file(weights, draft / WEIGHTS)
             (draft / SIGNATURE).write_text(json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        raise CheckpointError(f"the model could not be exported to {str(path)!r}: {error}") from error
+    except (OSError, SafetensorError) as error:
+        raise CheckpointWriteError(f"the model could not be exported to {str(path)!r}: {error}") from error
     return str(path)
 
 

@@ -12,7 +12,9 @@ from typing import Any, final
 
 import torch
 
-from stratagem.training.estimator.checks import EstimatorError, described, require_count
+from stratagem._caller import warn_caller
+from stratagem.errors import CheckpointWriteError, EstimatorError, StratagemWarning
+from stratagem.training.estimator.checks import described, require_count, require_one_of, require_seconds
 
 _log = logging.getLogger("stratagem")
 
@@ -22,7 +24,7 @@ class RunContext(ABC):
 
     mode: str
     module: torch.nn.Module
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Any
     global_step: int
     stop_requested: bool = False
 
@@ -40,6 +42,10 @@ class RunContext(ABC):
         Returns:
             Its path.
         """
+
+    @abstractmethod
+    def agree(self, wish: bool) -> bool:
+        """Whether any of the programs that train together wishes something; all ask at the same time."""
 
 
 class RunValues(ABC):
@@ -65,10 +71,10 @@ class SessionRunHook:
     """Does nothing at every moment of a session; hooks do something at some."""
 
     def begin(self) -> None:
-        """Before the first step, and before anything else."""
+        """Before the first step, and before anything else; once, also if a training is restarted."""
 
     def after_create_session(self, run_context: RunContext) -> None:
-        """Before the first step, when the model has been built and restored."""
+        """Before the first step, when the model has been built and restored; again after each restart."""
 
     def before_run(self, run_context: RunContext) -> None:
         """Before each step."""
@@ -101,15 +107,19 @@ class StopAtStepHook(SessionRunHook):
     def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
         if (num_steps is None) == (last_step is None):
             raise EstimatorError(f"give one of num_steps and last_step, got {num_steps!r} and {last_step!r}")
-        self._num_steps = num_steps
-        self._last_step = last_step or 0
+        require_count("num_steps" if last_step is None else "last_step", num_steps if last_step is None else last_step)
+        self._num_steps = num_steps or 0
+        self._given = self._last_step = last_step
+
+    def begin(self) -> None:
+        self._last_step = self._given
 
     def after_create_session(self, run_context: RunContext) -> None:
-        if self._num_steps is not None:
+        if self._last_step is None:
             self._last_step = run_context.global_step + self._num_steps
 
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
-        if run_context.global_step >= self._last_step:
+        if self._last_step is not None and run_context.global_step >= self._last_step:
             run_context.request_stop()
 
 
@@ -129,6 +139,9 @@ class LoggingTensorHook(SessionRunHook):
         require_count("every_n_iter", every_n_iter)
         self._names = tuple(tensors)
         self._every = every_n_iter
+        self._num_steps = 0
+
+    def begin(self) -> None:
         self._num_steps = 0
 
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
@@ -172,6 +185,16 @@ class CheckpointSaverListener:
         """When a checkpoint is on the disk."""
 
 
+def require_listeners(listeners: Any) -> tuple[CheckpointSaverListener, ...]:
+    """The listeners; refuses what is not a sequence of them."""
+    if not isinstance(listeners, list | tuple):
+        raise EstimatorError(f"listeners are a list of CheckpointSaverListener objects, got {described(listeners)}")
+    for each in listeners:
+        if not isinstance(each, CheckpointSaverListener):
+            raise EstimatorError(f"listeners are a list of CheckpointSaverListener objects, got {described(each)}")
+    return tuple(listeners)
+
+
 @final
 class CheckpointSaverHook(SessionRunHook):
     """Writes checkpoints while training goes on, and one at its end.
@@ -180,6 +203,8 @@ class CheckpointSaverHook(SessionRunHook):
         save_steps: After how many steps, or
         save_secs: after how many seconds.
         listeners: Who is told.
+        on_error: What a checkpoint on the way that cannot be written does: `raise`, or `warn`. The one at the end is
+            always an error.
     """
 
     def __init__(
@@ -188,23 +213,35 @@ class CheckpointSaverHook(SessionRunHook):
         save_steps: int | None = None,
         save_secs: float | None = None,
         listeners: Sequence[CheckpointSaverListener] = (),
+        on_error: str = "raise",
     ) -> None:
         if (save_steps is None) == (save_secs is None):
             raise EstimatorError(f"give one of save_steps and save_secs, got {save_steps!r} and {save_secs!r}")
+        if save_steps is not None:
+            require_count("save_steps", save_steps)
+        else:
+            require_seconds("save_secs", save_secs)
+        require_one_of("on_error", on_error, ("raise", "warn"))
         self._save_steps = save_steps
         self._save_secs = save_secs
-        self._listeners = tuple(listeners)
+        self._listeners = require_listeners(listeners)
+        self._on_error = on_error
         self._saved: tuple[int, bool] | None = None
+
+    def tell(self, listeners: Sequence[CheckpointSaverListener]) -> None:
+        """Adds listeners."""
+        self._listeners += tuple(each for each in listeners if each not in self._listeners)
 
     def after_create_session(self, run_context: RunContext) -> None:
         self._since = run_context.global_step, time.monotonic()
+        self._saved = None
 
     def after_run(self, run_context: RunContext, run_values: RunValues) -> None:
         step, started_s = self._since
         if self._save_steps is not None:
             due = run_context.global_step - step >= self._save_steps
         else:
-            due = time.monotonic() - started_s >= (self._save_secs or 0)
+            due = run_context.agree(time.monotonic() - started_s >= (self._save_secs or 0))
         if due:
             self._save(run_context, finished=run_context.stop_requested)
 
@@ -218,10 +255,16 @@ class CheckpointSaverHook(SessionRunHook):
         again = self._saved is not None and self._saved[0] == step
         for listener in () if again else self._listeners:
             listener.before_save(run_context, step)
-        path = run_context.save(finished=finished)
-        _log.info("saved %s", path)
-        self._saved = step, finished
-        for listener in () if again else self._listeners:
-            listener.after_save(run_context, step)
+        try:
+            path = run_context.save(finished=finished)
+        except CheckpointWriteError as error:
+            if finished or self._on_error == "raise":
+                raise
+            warn_caller(f"{error}. Training goes on without this checkpoint", StratagemWarning)
+        else:
+            _log.info("saved %s", path)
+            self._saved = step, finished
+            for listener in () if again else self._listeners:
+                listener.after_save(run_context, step)
         # The listeners' time is not the training's.
         self._since = step, time.monotonic()

@@ -20,6 +20,7 @@ def current() -> dict[str, Any]:
 
 def restore(state: dict[str, Any]) -> None:
     """Puts the generators back to where they were."""
+    torch.manual_seed(0)  # a strategy takes notice of it, and seeds the replicas anew also if the state is the same
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stratagem.errors import EstimatorError
 from stratagem.strategies.strategy import Strategy
-from stratagem.training.estimator.checks import EstimatorError, described, require_count
+from stratagem.training.estimator.checks import described, require_count, require_one_of, require_seconds
+
+FROM_CHECKPOINT = "from_checkpoint"
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,10 @@ class RunConfig:
         log_step_count_steps: Logs loss and speed every so many steps; 0 logs nothing.
         train_distribute: The strategy that trains; by default the default strategy.
         eval_distribute: The strategy that evaluates and predicts; by default the default strategy.
+        on_save_error: What a checkpoint that cannot be written does to a training: `raise`, or `warn` and go on.
+        restart: What a replica that dies or stalls does to a training: `never` restarts, so that the error ends it;
+            `from_checkpoint` starts the strategy anew and goes on from the last checkpoint.
+        max_restarts: How many restarts there may be within ten minutes.
     Raises:
         EstimatorError: An argument is not one of its values.
     """
@@ -37,8 +44,16 @@ class RunConfig:
     log_step_count_steps: int = 100
     train_distribute: Strategy | None = None
     eval_distribute: Strategy | None = None
+    on_save_error: str = "raise"
+    restart: str = "never"
+    max_restarts: int = 3
 
     def __post_init__(self) -> None:
+        if self.random_seed is not None and type(self.random_seed) is not int:
+            raise EstimatorError(f"random_seed is an int, or None, got {described(self.random_seed)}")
+        require_one_of("on_save_error", self.on_save_error, ("raise", "warn"))
+        require_one_of("restart", self.restart, ("never", FROM_CHECKPOINT))
+        require_count("max_restarts", self.max_restarts)
         if self.save_checkpoints_steps is not None and self.save_checkpoints_secs is not None:
             raise EstimatorError(
                 f"checkpoints are written every so many steps or seconds, got save_checkpoints_steps="
@@ -46,8 +61,8 @@ class RunConfig:
             )
         if self.save_checkpoints_steps is not None:
             require_count("save_checkpoints_steps", self.save_checkpoints_steps)
-        if self.save_checkpoints_secs is not None and not self.save_checkpoints_secs > 0:
-            raise EstimatorError(f"save_checkpoints_secs is more than 0, got {self.save_checkpoints_secs!r}")
+        if self.save_checkpoints_secs is not None:
+            require_seconds("save_checkpoints_secs", self.save_checkpoints_secs)
         for name in ("save_summary_steps", "keep_checkpoint_max", "log_step_count_steps"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:

@@ -4,6 +4,7 @@ Owns the values and the rules that they obey; what is done with them is the sess
 """
 
 import enum
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,8 @@ from typing import Any
 
 import torch
 
-from stratagem.training.estimator.checks import (
-    EstimatorError,
-    described,
-    require_count,
-    require_input_fn,
-)
+from stratagem.errors import EstimatorError
+from stratagem.training.estimator.checks import described, require_count, require_input_fn
 from stratagem.training.estimator.hooks import SessionRunHook, require_hooks
 
 
@@ -50,6 +47,8 @@ class EstimatorSpec:
             whole batches.
         export_outputs: For each name of a signature a function of the outputs; by default the
             predictions are exported as `serving_default`.
+        extra_state: For each name an object with `state_dict` and `load_state_dict` that checkpoints
+            keep too: averages of weights, a gradient scaler.
         training_hooks: Hooks for training, beside those of `train`.
         evaluation_hooks: Hooks for evaluation, beside those of `evaluate`.
         prediction_hooks: Hooks for prediction, beside those of `predict`.
@@ -66,6 +65,7 @@ class EstimatorSpec:
     predictions: Callable[[Any], Any] | None = None
     eval_metric_ops: Mapping[str, Any] | None = None
     export_outputs: Mapping[str, Callable[[Any], Any]] | None = None
+    extra_state: Mapping[str, Any] | None = None
     training_hooks: Sequence[SessionRunHook] = ()
     evaluation_hooks: Sequence[SessionRunHook] = ()
     prediction_hooks: Sequence[SessionRunHook] = ()
@@ -79,6 +79,7 @@ class EstimatorSpec:
             _require_function(name, getattr(self, name))
         for name in ("eval_metric_ops", "export_outputs"):
             self._check_named(name, getattr(self, name))
+        self._check_extra_state()
         if self.mode != ModeKeys.PREDICT and self.loss is None:
             raise EstimatorError(f"a spec for mode {str(self.mode)!r} needs loss=, a function of (outputs, labels)")
         if self.mode == ModeKeys.TRAIN:
@@ -105,6 +106,15 @@ class EstimatorSpec:
                 "scheduler takes a step after each training step, and ReduceLROnPlateau needs a metric for that; "
                 "use another scheduler, or step it in a hook"
             )
+
+    def _check_extra_state(self) -> None:
+        if not isinstance(self.extra_state, Mapping | None):
+            raise EstimatorError(f"extra_state is a dict from names to objects, got {described(self.extra_state)}")
+        for name, each in (self.extra_state or {}).items():
+            if not all(callable(getattr(each, method, None)) for method in ("state_dict", "load_state_dict")):
+                raise EstimatorError(
+                    f"extra_state[{name!r}] is an object with state_dict and load_state_dict, got {described(each)}"
+                )
 
     def _check_named(self, name: str, functions: Any) -> None:
         if functions is None:
@@ -208,11 +218,16 @@ class WarmStartSettings:
         var_name_to_prev_var_name: For weights that had another name there.
     """
 
-    ckpt_to_initialize_from: str
+    ckpt_to_initialize_from: str | os.PathLike[str]
     vars_to_warm_start: str = ".*"
     var_name_to_prev_var_name: Mapping[str, str] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.ckpt_to_initialize_from, str | os.PathLike):
+            raise EstimatorError(
+                f"what a model is warm-started from is a checkpoint or a folder with checkpoints, got "
+                f"{described(self.ckpt_to_initialize_from)}"
+            )
         try:
             re.compile(self.vars_to_warm_start)
         except (re.error, TypeError) as error:

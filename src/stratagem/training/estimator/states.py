@@ -1,23 +1,22 @@
-"""What a checkpoint of a training holds, and how a model takes it back."""
+"""What a checkpoint of a training holds besides the model's own state, and how a new model takes weights of another."""
 
 import os
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from stratagem.training.checkpoints import (
-    CheckpointError,
-    CheckpointMismatchError,
-    load_checkpoint,
-    load_latest,
-    require_fit,
-)
+from stratagem.errors import CheckpointError, CheckpointMismatchError, EstimatorError
+from stratagem.replicas.values import PerReplica
+from stratagem.strategies.strategy import Strategy
+from stratagem.training.checkpoints import load_checkpoint, load_latest, require_fit
 from stratagem.training.estimator import random_state
+from stratagem.training.estimator.models import Model
 from stratagem.training.estimator.session import Session
-from stratagem.training.estimator.specs import EstimatorSpec, ModeKeys, WarmStartSettings
+from stratagem.training.estimator.specs import WarmStartSettings
+
+State = tuple[str, dict[str, Any]]
 
 
 def state_of(session: Session, structure: Any, *, finished: bool) -> dict[str, Any]:
@@ -28,69 +27,53 @@ def state_of(session: Session, structure: Any, *, finished: bool) -> dict[str, A
         structure: The form of its features.
         finished: Whether it has come to its end, so that the next one starts its input anew.
     """
-    spec = session.spec
-    # The other replicas have generators of their own. They are seeded from the state that is saved,
-    # here as in a training that goes on from it.
-    random_state.draw()
+    if session.has_run:
+        # The other replicas have generators of their own. They are seeded from the state that is saved,
+        # here as in a training that goes on from it.
+        random_state.draw()
     return {
+        **session.model.state(),
         "global_step": session.global_step,
-        "module": spec.module.state_dict(),
-        "optimizer": spec.optimizer.state_dict() if spec.optimizer else None,
-        "optimizer_kind": type(spec.optimizer).__name__,
-        "scheduler": spec.scheduler.state_dict() if spec.scheduler else None,
         "random": random_state.current(),
-        "input": None if finished else session.feed.position(),
+        "input": None if finished else dict(session.position),
         "features": structure,
     }
 
 
-def restore_model(spec: EstimatorSpec, path: str, state: Mapping[str, Any]) -> None:
-    """Gives a model, and in training its optimizer and scheduler, the state of a checkpoint.
-
-    Raises:
-        CheckpointMismatchError: The checkpoint is of another model or optimizer.
-    """
-    require_fit(path, state["module"], spec.module.state_dict())
-    if spec.mode == ModeKeys.TRAIN and spec.optimizer is not None:
-        if state["optimizer_kind"] != type(spec.optimizer).__name__:
-            raise CheckpointMismatchError(
-                f"checkpoint {path!r} has the state of optimizer {state['optimizer_kind']}, the model function made "
-                f"{type(spec.optimizer).__name__}; use the same, or another model_dir with warm_start_from"
-            )
-        try:
-            spec.optimizer.load_state_dict(state["optimizer"])
-        except ValueError as error:
-            raise CheckpointMismatchError(
-                f"checkpoint {path!r} does not match the optimizer {type(spec.optimizer).__name__}: {error}"
-            ) from error
-        if (spec.scheduler is None) != (state["scheduler"] is None):
-            raise CheckpointMismatchError(
-                f"checkpoint {path!r} has {'no' if state['scheduler'] is None else 'a'} scheduler, unlike the model "
-                f"function; use the same, or another model_dir with warm_start_from"
-            )
-        if spec.scheduler is not None:
-            spec.scheduler.load_state_dict(state["scheduler"])
-    spec.module.load_state_dict(state["module"])
-
-
-def find_checkpoint(path: str | None, model_dir: str) -> tuple[str, dict[str, Any]] | None:
+def find_checkpoint(path: str | None, model_dir: str) -> State | None:
     """The checkpoint that was asked for, or else the newest one that is undamaged."""
     return load_latest(model_dir) if path is None else (str(path), load_checkpoint(path))
 
 
-def warm_start(spec: EstimatorSpec, settings: WarmStartSettings) -> list[str]:
+def step_in(found: State | None) -> int:
+    """How many steps a model has been trained."""
+    return int(found[1]["global_step"]) if found is not None else 0
+
+
+def require_agreement(found: State | None, model_dir: str, strategy: Strategy) -> None:
+    """Refuses to go on where programs that work together do not see the same checkpoint."""
+    here = PerReplica([step_in(found)] * len(strategy.replicas_here))
+    lowest, highest = (int(strategy.reduce(op, here)) for op in ("min", "max"))
+    if lowest != highest:
+        raise EstimatorError(
+            f"all workers need the same checkpoint, but the newest is of step {lowest} for one and of step {highest} "
+            f"for another; let model_dir, {model_dir!r} here, be a folder that they share"
+        )
+
+
+def warm_start(model: Model, settings: WarmStartSettings) -> list[str]:
     """Gives a new model weights of another one; returns their names.
 
     Raises:
         CheckpointError: There is no checkpoint.
         CheckpointMismatchError: The checkpoint lacks a weight or has it in another shape, or no name fits.
     """
-    source = settings.ckpt_to_initialize_from
+    source = str(settings.ckpt_to_initialize_from)
     found = load_latest(source)
     if found is None and not os.path.isdir(source):
         raise CheckpointError(f"warm_start_from is a checkpoint or a folder with checkpoints, got {source!r}")
     path, state = found or (source, load_checkpoint(source))
-    own = spec.module.state_dict()
+    own = model.weights()
     names = [name for name in own if re.search(settings.vars_to_warm_start, name)]
     if not names:
         raise CheckpointMismatchError(
@@ -101,7 +84,7 @@ def warm_start(spec: EstimatorSpec, settings: WarmStartSettings) -> list[str]:
     require_fit(
         path, {name: each for name, each in saved.items() if each is not None}, {name: own[name] for name in names}
     )
-    spec.module.load_state_dict({**own, **saved})
+    model.set_weights(saved)
     return names
 
 

@@ -16,14 +16,21 @@ _log = logging.getLogger("stratagem")
 
 
 @contextlib.contextmanager
-def summary_writer(folder: str) -> Iterator[Any]:
-    """A writer of event files, closed after the block; `None` without TensorBoard."""
+def summary_writer(folder: str, global_step: int | None = None) -> Iterator[Any]:
+    """A writer of event files, closed after the block; `None` without TensorBoard.
+
+    Args:
+        folder: Where they lie.
+        global_step: Where a training starts; what an earlier one wrote of later steps is not shown any more.
+    """
     if importlib.util.find_spec("tensorboard") is None:
         _log.info("no summaries are written to %s: install tensorboard", folder)
         yield None
         return
     # Only when it is needed: it takes a second to load.
-    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(folder)
+    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(
+        folder, purge_step=None if global_step is None else global_step + 1
+    )
     try:
         yield writer
     finally:

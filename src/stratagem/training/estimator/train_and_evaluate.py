@@ -3,7 +3,8 @@
 import time
 from typing import Any, final
 
-from stratagem.training.estimator.checks import EstimatorError, described
+from stratagem.errors import EstimatorError
+from stratagem.training.estimator.checks import described
 from stratagem.training.estimator.estimator import Estimator
 from stratagem.training.estimator.hooks import CheckpointSaverListener, RunContext
 from stratagem.training.estimator.specs import EvalSpec, TrainSpec

@@ -13,7 +13,7 @@ different, by `diff -u0`:
 
 `--devices` and `sg.config` divide one CPU into several devices; a machine with several GPUs does without.
 
-python examples/estimator.py [--devices 2] [--epochs 12] [--model-dir FOLDER]
+python examples/estimator_distributed.py [--devices 2] [--epochs 12] [--model-dir FOLDER]
 """
 
 import argparse

@@ -23,7 +23,7 @@ The losses are those of `custom_loop_baseline.py`, which is plain torch. All tha
 Two of these lines, `--devices` and `sg.config`, divide one CPU into several devices; a machine with several GPUs
 does without.
 
-python examples/custom_loop.py [--devices 2] [--epochs 12]
+python examples/custom_loop_distributed.py [--devices 2] [--epochs 12]
 """
 
 import argparse

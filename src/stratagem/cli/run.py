@@ -1,0 +1,210 @@
+"""`stratagem run`: starts a program, as one process or as the tasks of a cluster."""
+
+import dataclasses
+import functools
+import json
+import re
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stratagem import _env
+from stratagem.cluster.launch.program import Program
+from stratagem.errors import LaunchError
+
+if TYPE_CHECKING:
+    from stratagem.cluster.launch.local import Outcome
+    from stratagem.cluster.launch.output import Screen
+    from stratagem.cluster.launch.plan import Plan
+
+SETTINGS = {"allow_interspersed_args": False}
+"""For typer: what follows the program's name is the program's own."""
+
+# Shares of the CPU can always be had, so that nothing needs to be looked up, which would load torch.
+_SHARES_OF_CPU = re.compile(r"cpu:[1-9][0-9]{0,3}")
+_SHOWN = re.compile(r"all|([0-9]+|(chief|worker|ps|evaluator)/[0-9]+)(,([0-9]+|(chief|worker|ps|evaluator)/[0-9]+))*")
+
+_in_cluster = functools.partial(typer.Option, rich_help_panel="Cluster")
+_in_output = functools.partial(typer.Option, rich_help_panel="Output")
+_in_machines = functools.partial(typer.Option, rich_help_panel="Several machines")
+
+
+def run(
+    program: Annotated[str | None, typer.Argument(metavar="PROGRAM", help="A file, or a module with -m.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="The program's own.")] = None,
+    *,
+    module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as in python -m.")] = False,
+    devices: Annotated[
+        str | None, typer.Option(metavar="KIND:N", help="What each process sees: cpu:4, gpu:2, gpu:all, gpu:1,cpu:2.")
+    ] = None,
+    workers: Annotated[int | None, _in_cluster(metavar="N", help="Start a cluster of N workers.")] = None,
+    ps: Annotated[int, _in_cluster(metavar="N", help="Parameter servers.")] = 0,
+    chief: Annotated[bool, _in_cluster("--chief", help="A chief beside the workers.")] = False,
+    evaluator: Annotated[bool, _in_cluster("--evaluator", help="An evaluator.")] = False,
+    max_restarts: Annotated[
+        int, _in_cluster(metavar="N", help="Start all tasks again after a failure, up to N times.")
+    ] = 0,
+    grace: Annotated[float, _in_cluster(metavar="S", help="Seconds that tasks have to end when asked to.")] = 10.0,
+    evaluator_grace: Annotated[
+        float, _in_cluster(metavar="S", help="Seconds that the evaluator has after training.")
+    ] = 60.0,
+    log_dir: Annotated[
+        Path | None,
+        _in_output(
+            metavar="DIR",
+            help="Keep the output of every task here, in place of that of the run before. By default it is kept only "
+            "if the run fails.",
+        ),
+    ] = None,
+    show: Annotated[
+        str | None,
+        _in_output(
+            metavar="TASKS",
+            help="Whose output is shown, with names in front: all, 1 (worker/1), ps/0,worker/1. By default that of "
+            "the first task, as it is.",
+        ),
+    ] = None,
+    verbose: Annotated[bool, _in_output("--verbose", "-v", help="--show all.")] = False,
+    dry_run: Annotated[bool, _in_output("--dry-run", help="Only say what would be started where.")] = False,
+    explain: Annotated[bool, _in_output("--explain", help="As --dry-run, and say why.")] = False,
+    as_json: Annotated[bool, _in_output("--json", help="With --dry-run or --explain: JSON.")] = False,
+    nnodes: Annotated[int, _in_machines(metavar="N", help="How many machines.")] = 1,
+    node_rank: Annotated[int, _in_machines(metavar="N", help="Which of them this is, from 0.")] = 0,
+    rdzv_endpoint: Annotated[str, _in_machines(metavar="HOST:PORT", help="Where machine 0 awaits the others.")] = "",
+    local_addr: Annotated[str, _in_machines(metavar="HOST", help="By which others reach this machine.")] = "",
+    join_timeout: Annotated[float, _in_machines(metavar="S", help="Seconds to wait for all machines.")] = 60.0,
+) -> None:
+    """Run a program on the devices named, as one process or as the tasks of a cluster.
+
+    With --workers, each task runs the program with TF_CONFIG and torchrun's variables in its environment.
+    """
+    only_says = dry_run or explain
+    if as_json and not only_says:
+        raise LaunchError("--json goes with --dry-run or --explain; a run shows what the program prints")
+    if program is None and explain:
+        _explain_surroundings()
+        return
+    if program is None:
+        raise LaunchError("no program was named; write stratagem run [OPTIONS] PROGRAM [ARGS]...")
+    named = Program(program, tuple(arguments or ()), is_module=module)
+    in_cluster = workers is not None or ps or chief or evaluator or nnodes != 1
+    if not (only_says or in_cluster or max_restarts or log_dir or show or verbose):
+        _execute(named, devices)
+    # Imported here, for torch takes over a second and a program that is merely executed must not wait for it.
+    from stratagem.cluster.launch.agent import Patience
+    from stratagem.cluster.launch.local import LocalLauncher
+    from stratagem.cluster.launch.plan import Machine, Order, make_plan
+    from stratagem.devices.inventory import this_process
+
+    order = Order(
+        named,
+        devices=devices,
+        num_workers=workers,
+        num_ps=ps,
+        chief=chief,
+        evaluator=evaluator,
+        max_restarts=max_restarts,
+        machine=Machine(node_rank, nnodes, rdzv_endpoint, local_addr, join_timeout),
+    )
+    screen = _screen("all" if verbose else show)
+    plan = make_plan(order, this_process())
+    if only_says:
+        _tell(plan, screen, why=explain, as_json=as_json)
+        return
+    patience = Patience(grace_s=grace, evaluator_s=evaluator_grace)
+    launcher = LocalLauncher(screen, say=_say, log_dir=log_dir, patience=patience)
+    outcome = launcher.launch(plan)
+    if outcome.stopped_by is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is ending already
+    _report(outcome)
+    raise typer.Exit(outcome.code)
+
+
+def _explain_surroundings() -> None:
+    """Says in which cluster this process is, and why."""
+    from stratagem.cluster.resolver import found
+
+    typer.echo(found().explain())
+
+
+def _execute(program: Program, devices: str | None) -> None:
+    """Turns this process into the program; comes back only by an error."""
+    program.check()
+    if devices is None:
+        program.execute({})
+    if not _SHARES_OF_CPU.fullmatch(devices):
+        from stratagem.cluster.launch.plan import check_devices
+        from stratagem.devices.inventory import this_process
+
+        check_devices(devices, this_process())
+    program.execute({_env.DEVICES: devices})
+
+
+def _screen(show: str | None) -> "Screen":
+    from rich.console import Console
+
+    from stratagem.cluster.launch.output import Screen
+
+    if show is not None and not _SHOWN.fullmatch(show):
+        raise LaunchError(f"--show takes all, or tasks such as 1 or ps/0,worker/1, got {show!r}")
+    words = show.split(",") if show else []
+    names = frozenset(f"worker/{word}" if word.isdigit() else word for word in words) or None
+    console = Console()
+    return Screen(sys.stdout.buffer, sys.stderr.buffer, names, coloured=console.is_terminal and not console.no_color)
+
+
+def _say(text: str) -> None:
+    typer.echo(f"stratagem: {text}", err=True)
+
+
+def _report(outcome: "Outcome") -> None:
+    """Says how a run ended, if there is more to say than the program did itself."""
+    *earlier, last = outcome.failures or (None,)
+    if outcome.stopped_by is not None:
+        _say(f"stopped by {outcome.stopped_by.name}")
+    elif outcome.code == 0 and last is not None:
+        _say(f"succeeded after {len(outcome.failures)} restart(s)")
+    elif last is not None:
+        _say(f"{last.describe()}{'; its output is above' if last.shown else ''}")
+        if last.traceback and not last.shown:
+            typer.echo(last.traceback, err=True)
+        if earlier:
+            _say(f"gave up after {len(earlier)} restart(s):")
+            for each in outcome.failures:
+                when = time.strftime("%H:%M:%S", time.localtime(each.at))
+                typer.echo(f"  {when}  {each.describe()}", err=True)
+    if outcome.code != 0 and outcome.logs is not None:
+        _say(f"the output of all tasks is in {outcome.logs}")
+
+
+def _tell(plan: "Plan", screen: "Screen", *, why: bool, as_json: bool) -> None:
+    """Says what would be started where, and why so."""
+    from stratagem.cli.tables import ranges, show, table
+    from stratagem.cluster.resolver import found
+
+    command = plan.order.program.command
+    reasons = [*plan.reasons, *found().explain().splitlines()] if why else []
+    tasks = list(zip(plan.names(), plan.seats, strict=True))
+    if as_json:
+        described = [{"task": name, **dataclasses.asdict(seat)} for name, seat in tasks]
+        typer.echo(json.dumps({"command": command, "tasks": described, "reasons": reasons}, indent=2))
+        return
+    rows = [
+        [
+            name,
+            ranges(seat.cores) or "all",
+            "all" if seat.gpus is None else ",".join(seat.gpus) or "none",
+            plan.order.devices if seat.trains and plan.order.devices else "all",
+            "shown" if screen.shows(name, number) else "log",
+        ]
+        for number, (name, seat) in enumerate(tasks)
+    ]
+    typer.echo(f"would run: {shlex.join(command)}")
+    show(table("", ["task", "cores", "GPUs", "devices", "output"], rows))
+    for line in reasons:
+        typer.echo(line)

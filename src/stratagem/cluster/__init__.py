@@ -1,0 +1,41 @@
+"""Who takes part: the tasks of a cluster, how they find each other and stay in touch.
+
+- `spec`, `address`: all tasks, and where each listens
+- `resolver`: finds who has started this process; `tf_config`, `torchrun`, `slurm` with `host_lists`,
+  `kubernetes`, `simple`; `contract`: what all of them do
+- `token`, `channel`, `messages`, `strict_json`: the secret, and messages that only those who have it can send
+- `server`, `listening`, `io_thread`: a task answers at its address, in a thread of its own
+- `membership`: tasks meet, share values and notice who is gone; `keeper` and `follower` are its two sides,
+  `agreement`, `members` and `values` their parts
+- `store`: the values as a store of torch; the only file here that loads torch
+"""
+
+from stratagem.cluster.contract import Resolver
+from stratagem.cluster.kubernetes import KubernetesResolver
+from stratagem.cluster.members import Member, TaskLost
+from stratagem.cluster.membership import Membership
+from stratagem.cluster.resolver import Found, found
+from stratagem.cluster.server import Server
+from stratagem.cluster.simple import SimpleResolver, UnionResolver
+from stratagem.cluster.slurm import SlurmResolver
+from stratagem.cluster.spec import ClusterSpec, Task
+from stratagem.cluster.tf_config import TFConfigResolver
+from stratagem.cluster.torchrun import TorchrunResolver
+
+__all__ = [
+    "ClusterSpec",
+    "Found",
+    "KubernetesResolver",
+    "Member",
+    "Membership",
+    "Resolver",
+    "Server",
+    "SimpleResolver",
+    "SlurmResolver",
+    "TFConfigResolver",
+    "Task",
+    "TaskLost",
+    "TorchrunResolver",
+    "UnionResolver",
+    "found",
+]

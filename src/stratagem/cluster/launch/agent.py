@@ -1,0 +1,176 @@
+"""Keeps the tasks of this machine going: torch's elastic agent, with jobs, causes and grace.
+
+The agent's loop meets, starts, watches and restarts. Owns what the end of a task means for the
+others: a failure ends all, the end of those that train ends the run. Processes are `crew`'s.
+"""
+
+import dataclasses
+import socket
+import time
+from collections.abc import Callable
+from signal import SIGTERM, Signals
+from typing import Any, final
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+
+from stratagem.cluster.launch.crew import Crew
+from stratagem.cluster.launch.environment import tasks_here
+from stratagem.cluster.launch.failures import Failure, first_cause
+from stratagem.cluster.launch.interrupts import Interrupts
+from stratagem.cluster.launch.meeting import Meeting
+from stratagem.cluster.launch.plan import TRAINING, Plan
+from stratagem.cluster.spec import EVALUATOR
+from stratagem.devices.host import Host
+from stratagem.errors import LaunchError
+
+# If the first to fail only says that others are gone, those may need a moment to say why.
+_BETTER_CAUSE_S = 0.5
+_POLL_S = 0.05
+_PART_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """How long is waited for tasks that are to end.
+
+    Args:
+        grace_s: Between asking a task to end and killing it.
+        evaluator_s: For the evaluator, once all that train have ended.
+    """
+
+    grace_s: float = 10.0
+    evaluator_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, seconds in (("--grace", self.grace_s), ("--evaluator-grace", self.evaluator_s)):
+            if not 0 <= seconds < 10**9:
+                raise LaunchError(f"{name} must be a number of seconds from 0 up, got {seconds:g}")
+
+
+@final
+class TaskAgent(SimpleElasticAgent):
+    """Starts the tasks of a plan together, and again when one has failed.
+
+    Args:
+        plan: What runs on this machine.
+        crew: The processes.
+        meeting: The launchers of all machines.
+        interrupts: Whether the user has asked to stop.
+        patience: How long tasks may take to end.
+        token_file: Where the secret of the cluster is.
+        say: Is told what the user should know while the run goes on.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        crew: Crew,
+        meeting: Meeting,
+        interrupts: Interrupts,
+        patience: Patience,
+        token_file: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self._plan = plan
+        self._crew = crew
+        self._meeting = meeting
+        self._interrupts = interrupts
+        self._patience = patience
+        self._token_file = token_file
+        self._say = say
+        self._num_starts = 0
+        self._trained_at: float | None = None
+        self._num_oom_kills = Host().num_oom_kills()
+        self.failures: list[Failure] = []
+        super().__init__(
+            WorkerSpec(
+                role="task",
+                local_world_size=len(plan.seats),
+                entrypoint=plan.order.program.name,
+                rdzv_handler=meeting,
+                max_restarts=plan.order.max_restarts,
+                monitor_interval=_POLL_S,
+            )
+        )
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._interrupts.raise_if_asked()
+        tasks = tasks_here(self._plan, self._meeting.offers, restart=self._num_starts, token_file=self._token_file)
+        self._trained_at = None
+        pids = self._crew.start(tasks, restart=self._num_starts)
+        self._num_starts += 1
+        return dict(enumerate(pids))
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._interrupts.raise_if_asked()
+        self._crew.poll()
+        if failure := self._failure():
+            self._crew.stop(grace_s=self._patience.grace_s)
+            self._note(failure)
+            return RunResult(state=WorkerState.FAILED)
+        if self._is_done():
+            self._crew.stop(grace_s=self._patience.grace_s)
+            return RunResult(
+                state=WorkerState.SUCCEEDED, return_values={worker.global_rank: 0 for worker in worker_group.workers}
+            )
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _stop_workers(self, worker_group: WorkerGroup, **_: Any) -> None:
+        self._crew.stop(grace_s=self._patience.grace_s)
+
+    def _shutdown(self, death_sig: Signals = SIGTERM, timeout: int = 0, **_: Any) -> None:
+        self._crew.stop(death_sig, grace_s=self._patience.grace_s)
+
+    def _exit_barrier(self) -> None:
+        # torch's own waits where a signal is not heard.
+        self._meeting.part(self._patience.evaluator_s + self._patience.grace_s + _PART_S)
+
+    def _failure(self) -> Failure | None:
+        """Why the tasks must end, if one of them has failed, here or elsewhere."""
+        elsewhere = self._meeting.failures_elsewhere()
+        here = self._failed_here()
+        if not here and not elsewhere:
+            return None
+        deadline = time.monotonic() + _BETTER_CAUSE_S
+        while first_cause([*here, *elsewhere]).is_consequence and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            self._crew.poll()
+            elsewhere, here = self._meeting.failures_elsewhere(), self._failed_here()
+        if here:
+            self._meeting.report(dataclasses.replace(first_cause(here), host=socket.gethostname(), shown=False))
+        return first_cause([*here, *elsewhere])
+
+    def _failed_here(self) -> list[Failure]:
+        failed = self._crew.failed()
+        out_of_memory = bool(failed) and Host().num_oom_kills() > self._num_oom_kills
+        return [self._crew.explain(each, killed_for_memory=out_of_memory) for each in failed]
+
+    def _note(self, failure: Failure) -> None:
+        self.failures.append(failure)
+        if self._num_starts <= self._plan.order.max_restarts:
+            self._say(
+                f"{failure.describe()}; starting all tasks again "
+                f"(restart {self._num_starts} of {self._plan.order.max_restarts})"
+            )
+
+    def _is_done(self) -> bool:
+        """Whether all that train have ended well, on every machine, and the evaluator had its time."""
+        if self._trained_at is None:
+            if self._crew.running(*TRAINING) or not self._meeting.all_trained():
+                return False
+            self._trained_at = time.monotonic()
+            if late := self._crew.running(EVALUATOR):
+                self._say(f"training has ended; {late[0]} may take another {self._patience.evaluator_s:g} s")
+        waited_s = time.monotonic() - self._trained_at
+        if late := self._crew.running(EVALUATOR):
+            if waited_s < self._patience.evaluator_s:
+                return False
+            self._say(f"{late[0]} is stopped: it has not ended {self._patience.evaluator_s:g} s after training")
+        return True

@@ -1,0 +1,71 @@
+"""Waits of torch's exchanges, cut into slices so that somebody can look after the world in between."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, wait
+from typing import Any, Final, final
+
+from stratagem.errors import CollectiveError
+
+_SLICE_S: Final = 0.1
+_LOOK_S: Final = 0.0002  # how often a GPU is asked whether it is done
+
+
+@final
+class Pending:
+    """A sum on its way. Until `wait` returns, its tensor must be neither read nor written.
+
+    Args:
+        finish: Takes the result in, or raises what went wrong.
+        is_done: Waits at most so many seconds; tells whether there is something to take in.
+        attend: Called after each slice of waiting with the seconds waited so far; may raise.
+    """
+
+    def __init__(
+        self, finish: Callable[[], None], is_done: Callable[[float], bool], attend: Callable[[float], None]
+    ) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._is_done = is_done
+        self._attend = attend
+
+    def wait(self) -> None:
+        """Returns when the tensor holds the sum.
+
+        Raises:
+            CollectiveError: Replicas summed tensors of other types or sizes, or one is gone.
+        """
+        if self._finish is None:
+            return
+        wait_in_slices(self._is_done, self._attend)
+        finish, self._finish = self._finish, None
+        finish()
+
+
+def wait_in_slices(is_done: Callable[[float], bool], attend: Callable[[float], None]) -> None:
+    """Waits until something is done; after each slice `attend` may raise and so end the wait."""
+    start = time.monotonic()
+    while not is_done(_SLICE_S):
+        attend(time.monotonic() - start)
+
+
+def is_over(future: "Future[Any]", patience_s: float) -> bool:
+    """Whether a future has a result, after waiting at most so many seconds."""
+    return future.done() or bool(wait([future], patience_s).done)
+
+
+def is_completed(work: Any, patience_s: float) -> bool:
+    """Whether work of a process group is done, after waiting at most so many seconds."""
+    deadline = time.monotonic() + patience_s
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+def result_of(call: str, future: "Future[None]") -> None:
+    """Raises what a future raised, in words if it was never begun."""
+    try:
+        future.result()
+    except CancelledError as error:
+        raise CollectiveError(f"{call} had not begun when its collective was closed; wait before you close") from error

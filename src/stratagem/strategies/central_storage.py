@@ -1,0 +1,64 @@
+"""Variables that exist once, in memory of the host or on one device; replicas compute, and one update is made."""
+
+import functools
+from collections.abc import Sequence
+from typing import final
+
+from stratagem.devices.inventory import this_process
+from stratagem.devices.lookup import DeviceLike
+from stratagem.strategies import context
+from stratagem.strategies.local_replicas import LocalReplicas
+from stratagem.strategies.mirrored import choose_way
+from stratagem.strategies.replicated import Replicated, require_seconds
+from stratagem.strategies.settings import Settings
+
+
+@final
+class CentralStorageStrategy(Replicated):
+    """Keeps every variable once, and updates it once.
+
+    Replicas that compute on the CPU see the variables in memory that they share: with any number of
+    them, parameters and the optimizer's state take the memory of one. Accelerators work on copies; the
+    optimizer's state, and the values that it updates, are on `parameter_device` alone.
+
+    Args:
+        compute_devices: Where the replicas compute; by default all logical devices of the best kind.
+        parameter_device: Where variables are kept; by default the memory of the host.
+        gradients: `mean` over the global batch, or `sum` if the program scales the loss itself.
+        unused: What a parameter that only some replicas used means: `zero` gradients, or an `error`.
+        on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
+        stall_timeout_s: How long replicas wait for another before it counts as stalled.
+    Raises:
+        DeviceError: A device is named twice or does not exist.
+        StrategyError: An option is not one of its values, or the call is inside a replica.
+    Example:
+        >>> strategy = CentralStorageStrategy(["cpu:0"])
+        >>> with strategy.scope():
+        ...     model = torch.nn.Linear(2, 1)
+        >>> strategy.local_results(strategy.run(lambda x: model(x).shape, args=(torch.ones(3, 2),)))
+        (torch.Size([3, 1]),)
+        >>> strategy.close()
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[DeviceLike] | None = None,
+        parameter_device: DeviceLike | None = None,
+        *,
+        gradients: str = "mean",
+        unused: str = "zero",
+        on_nonfinite: str = "skip",
+        stall_timeout_s: float = 60.0,
+    ) -> None:
+        context.require_controller("CentralStorageStrategy()")
+        require_seconds(stall_timeout_s=stall_timeout_s)
+        chosen = this_process().select(compute_devices)
+        kept_on = this_process().resolve(parameter_device) if parameter_device is not None else None
+        way = choose_way("auto", chosen)
+        settings = Settings(
+            len(chosen), gradients, unused, on_nonfinite, way, kept_on=str(kept_on.torch_device if kept_on else "cpu")
+        )
+        self._parameter_device = kept_on
+        super().__init__(
+            chosen, functools.partial(LocalReplicas, devices=chosen, settings=settings, stall_timeout_s=stall_timeout_s)
+        )

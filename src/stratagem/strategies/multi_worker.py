@@ -1,0 +1,154 @@
+"""An equal copy of every variable on each device of several machines, in agreement after every step."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from torch.utils import _pytree as pytree
+
+from stratagem.cluster.contract import Resolver
+from stratagem.cluster.membership import Membership
+from stratagem.cluster.resolver import found
+from stratagem.cluster.spec import CHIEF, WORKER
+from stratagem.devices.inventory import this_process
+from stratagem.devices.lookup import DeviceLike
+from stratagem.errors import StrategyError
+from stratagem.replicas.values import PerReplica
+from stratagem.strategies import context
+from stratagem.strategies.local_replicas import LocalReplicas
+from stratagem.strategies.mirrored import choose_way
+from stratagem.strategies.replicated import Replicated, require_seconds
+from stratagem.strategies.settings import Settings
+from stratagem.strategies.workers import Workers
+
+
+@final
+class MultiWorkerMirroredStrategy(Replicated):
+    """Keeps an equal copy of every variable on each device of every worker.
+
+    Every worker runs the same program and drives the replicas of its own machine. Gradients are summed
+    inside each machine first, and cross the network once per worker. Who the workers are is found in
+    `TF_CONFIG`, or in what torchrun, Slurm or Kubernetes set; without any of them there is one worker,
+    and all is as with `MirroredStrategy`.
+
+    Random numbers of the main programs start from those of the first worker, so that all shuffle alike.
+    A run that fails in one worker ends the strategy in all of them: each says why.
+
+    Args:
+        devices: Where the replicas of this worker compute; by default all of its logical devices.
+        cluster_resolver: Who takes part; by default what the environment says.
+        gradients: `mean` over the global batch, or `sum` if the program scales the loss itself.
+        unused: What a parameter that only some replicas used means: `zero` gradients, or an `error`.
+        on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
+        cross_device_ops: How gradients travel inside a machine, as in `MirroredStrategy`.
+        stall_timeout_s: How long replicas of one machine wait for another before it counts as stalled.
+        join_timeout_s: How long to wait for all workers to come.
+        worker_timeout_s: How long to wait for a worker that lives but does not come; every minute a
+            warning tells that it is waited for.
+    Raises:
+        ClusterError: Workers did not come, or do not fit together.
+        StrategyError: An option is not one of its values, or the call is inside a replica.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[DeviceLike] | None = None,
+        *,
+        cluster_resolver: Resolver | None = None,
+        gradients: str = "mean",
+        unused: str = "zero",
+        on_nonfinite: str = "skip",
+        cross_device_ops: str = "auto",
+        stall_timeout_s: float = 60.0,
+        join_timeout_s: float = 60.0,
+        worker_timeout_s: float = 1800.0,
+    ) -> None:
+        context.require_controller("MultiWorkerMirroredStrategy()")
+        if cluster_resolver is not None and not isinstance(cluster_resolver, Resolver):
+            raise StrategyError(f"cluster_resolver is one of sg.cluster's resolvers, got {cluster_resolver!r}")
+        require_seconds(
+            stall_timeout_s=stall_timeout_s, join_timeout_s=join_timeout_s, worker_timeout_s=worker_timeout_s
+        )
+        self._resolver = cluster_resolver or found().resolver
+        chosen = this_process().select(devices)
+        way = choose_way(cross_device_ops, chosen)
+        settings = Settings(len(chosen), gradients, unused, on_nonfinite, way)
+        self._workers: Workers | None = None
+        membership = _join(self._resolver, settings, join_timeout_s) if self._resolver is not None else None
+        if membership is not None:
+            self._workers = Workers(membership, len(chosen), stall_timeout_s=worker_timeout_s)
+            settings = dataclasses.replace(settings, sizes=self._workers.sizes, machine=self._workers.rank)
+        super().__init__(
+            chosen,
+            functools.partial(
+                LocalReplicas, devices=chosen, settings=settings, stall_timeout_s=stall_timeout_s, workers=self._workers
+            ),
+        )
+
+    @property
+    def cluster_resolver(self) -> Resolver | None:
+        """What says who takes part; `None` if this program is alone."""
+        return self._resolver
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return self._workers.num_replicas if self._workers else len(self.devices)
+
+    @property
+    def replicas_here(self) -> range:
+        first = self._workers.first_replica if self._workers else 0
+        return range(first, first + len(self.devices))
+
+    @property
+    def input_pipeline(self) -> tuple[int, int]:
+        return (self._workers.size, self._workers.rank) if self._workers else (1, 0)
+
+    @property
+    def is_chief(self) -> bool:
+        return self._workers is None or self._workers.rank == 0
+
+    def is_any(self, has_data: bool) -> bool:
+        return self._together(self._workers.is_any, has_data) if self._workers else has_data
+
+    def revive(self) -> None:
+        if self._workers is None:
+            super().revive()
+        else:
+            self._require_usable()  # a worker comes back with its process: `stratagem run --max-restarts`
+
+    def _map(self, function: Callable[[PerReplica], Any], value: Any) -> Any:
+        """The function on the values of the replicas of all workers, each of which must come here."""
+        if self._workers is None:
+            return super()._map(function, value)
+        self._require_usable()
+        everyones = self._workers.everyones
+
+        def joined(each: Any) -> Any:
+            return function(self._together(everyones, each)) if isinstance(each, PerReplica) else each
+
+        return pytree.tree_map(joined, value, is_leaf=lambda each: isinstance(each, PerReplica))
+
+    def _together(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        """Does something that all workers do at the same time; if it fails, nothing can be done any more."""
+        self._require_usable()
+        with self._replicas.with_workers():
+            return function(argument)
+
+
+def _join(resolver: Resolver, settings: Settings, join_timeout_s: float) -> Membership | None:
+    """Meets the other workers; `None` if there are no others."""
+    spec, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
+    jobs = [each for each in _JOBS if each in spec.jobs]
+    if sum(spec.num_tasks(each) for each in jobs) < 2:
+        return None
+    if job not in jobs or index is None:
+        raise StrategyError(
+            f"MultiWorkerMirroredStrategy is for tasks of the jobs {' and '.join(_JOBS)}, and this is "
+            f"{job or 'no task'}; leave it out of this task's program, or give the task another job"
+        )
+    signature = {name: getattr(settings, name) for name in ("gradients", "unused", "on_nonfinite")}
+    return Membership(spec, job, index, jobs=jobs, signature=signature, join_timeout_s=join_timeout_s).join()
+
+
+_JOBS = (CHIEF, WORKER)

@@ -1,0 +1,68 @@
+"""What strategies have in common whose replicas are processes of this machine, driven by the main program."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from stratagem.devices.device import LogicalDevice
+from stratagem.errors import StrategyError
+from stratagem.strategies import context
+from stratagem.strategies.local_replicas import LocalReplicas
+from stratagem.strategies.strategy import Strategy, require_call
+
+
+class Replicated(Strategy):
+    """A strategy with replicas on the devices of this machine.
+
+    Args:
+        devices: Where they compute.
+        new_replicas: Makes what drives them for this strategy, now and after a failure.
+    """
+
+    def __init__(self, devices: Sequence[LogicalDevice], new_replicas: Callable[[Any], LocalReplicas]) -> None:
+        self._devices = tuple(devices)
+        self._new_replicas = new_replicas
+        self._replicas = new_replicas(self)
+
+    @property
+    def devices(self) -> tuple[LogicalDevice, ...]:
+        return self._devices
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator["Replicated"]:
+        """What is made inside is distributed; the first time, the replicas are started."""
+        with self._in_scope():
+            self._replicas.begin()
+            with self._replicas.distribution.tracker.watch():
+                yield self
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        context.require_controller("strategy.run()")
+        require_call(fn, args, kwargs)
+        return self._replicas.run(fn, tuple(args), dict(kwargs or {}))
+
+    def take(self, objects: Sequence[Any]) -> None:
+        self._replicas.distribution.tracker.note(*objects)
+
+    def close(self) -> None:
+        context.require_controller("strategy.close()")
+        self._replicas.close()
+
+    def revive(self) -> None:
+        if self._replicas.closed_at is not None:
+            self._replicas = self._new_replicas(self)
+
+    def _require_usable(self) -> None:
+        self._replicas.require_usable()
+
+    def call_in_children(self, function: Callable[..., Any], *arguments: Any) -> None:
+        if self._replicas.closed_at is None:
+            self._replicas.start()
+            self._replicas.ask_children(function, *arguments)
+
+
+def require_seconds(**times: float) -> None:
+    """Refuses times that are no number of seconds."""
+    for name, value in times.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise StrategyError(f"{name} is a number of seconds above 0, got {value!r}")

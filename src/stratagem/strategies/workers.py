@@ -1,0 +1,257 @@
+"""The workers that train together, as the program of one of them sees the others.
+
+Every worker runs the same program and drives the replicas of its own machine. Here is what they do
+together outside the steps of a run: begin a run at the same time, start from equal variables, and
+join results. All of it goes over one connection between the first replicas (`between`), which is
+also the one that gradients take.
+"""
+
+import struct
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import torch
+
+from stratagem._caller import warn_caller
+from stratagem.cluster.membership import Membership
+from stratagem.cluster.store import ClusterStore
+from stratagem.collectives.torch_distributed import TorchDistributed
+from stratagem.errors import (
+    CollectiveError,
+    StratagemError,
+    StratagemWarning,
+    StrategyError,
+    TaskLostError,
+    WorkerError,
+    WorkerStalledError,
+)
+from stratagem.replicas.values import PerReplica, as_tensors
+
+_NO_COUNTS = -1
+_PATIENCE_S, _LOOK_S = 5.0, 0.02
+_LINGER_S = 5.0
+_REMIND_S = 60.0
+_INLINE_BYTES = 256
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
+    *(torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+
+
+@final
+class Alone:
+    """No other workers: what they would do together is done."""
+
+    size = 1
+    between = None
+    fatal: Callable[[Exception], BaseException]
+
+    def meet(self, number: int, counts: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        return counts
+
+    def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str]) -> None:
+        pass
+
+    def fail(self, error: BaseException) -> None:
+        pass
+
+    def explain(self, error: CollectiveError) -> StratagemError:
+        return error
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class Workers:
+    """All workers of one strategy.
+
+    Args:
+        membership: How this one is in touch with the others; it has joined.
+        num_replicas: How many replicas this worker has.
+        stall_timeout_s: How long to wait for a worker that lives but does not come.
+    """
+
+    def __init__(self, membership: Membership, num_replicas: int, *, stall_timeout_s: float) -> None:
+        self.rank, self.size = membership.rank, membership.size
+        self._names = [task.name for task in membership.participants]
+        self._membership = membership
+        self._stall_timeout_s = stall_timeout_s
+        self._reminded_s = 0.0
+        self._doing = "connect"
+        self.fatal: Callable[[Exception], BaseException] = lambda error: error
+        self.between = TorchDistributed(
+            self.rank,
+            self.size,
+            store=ClusterStore(membership),
+            address=membership.own_host,
+            timeout_s=stall_timeout_s + 3600.0,  # who is late is for `_attend` to judge
+            start_timeout_s=membership.join_timeout_s,
+            attend=self._attend,
+        )
+        self.between.start()
+        sizes = self.between.gather_rows(torch.tensor([num_replicas]))
+        self.sizes = tuple(int(each) for each in sizes[:, 0])
+        # Where a program did not seed, workers would shuffle in different orders.
+        torch.set_rng_state(self.between.broadcast(torch.get_rng_state()))
+
+    @property
+    def num_replicas(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def first_replica(self) -> int:
+        """The number of this worker's first replica among all."""
+        return sum(self.sizes[: self.rank])
+
+    def meet(self, number: int, counts: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Begins a run in all workers.
+
+        Args:
+            number: Which run.
+            counts: How many examples each replica of this worker has.
+        Returns:
+            How many examples each replica of all workers has.
+        """
+        self._doing = f"begin run {number}"
+        width = max(self.sizes)
+        own = [_NO_COUNTS] * width if counts is None else [*counts, *[0] * (width - len(counts))]
+        rows = self.between.gather_rows(torch.tensor([number, *own])).tolist()
+        self._doing = f"finish run {number}"
+        if len({row[0] for row in rows}) > 1:
+            raise WorkerError(
+                "workers are not in the same run: "
+                + ", ".join(f"{name} in run {row[0]}" for name, row in zip(self._names, rows, strict=True))
+                + "; call run equally often in every worker"
+            )
+        if len({row[1] == _NO_COUNTS for row in rows}) > 1:
+            having = [name for name, row in zip(self._names, rows, strict=True) if row[1] != _NO_COUNTS]
+            raise WorkerError(
+                f"only {', '.join(having)} began run {number} with a distributed batch; use strategy.distribute in "
+                f"every worker alike"
+            )
+        if counts is None:
+            return None
+        return tuple(count for row, size in zip(rows, self.sizes, strict=True) for count in row[1 : 1 + size])
+
+    @torch.no_grad()
+    def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str]) -> None:
+        """Gives all workers the first one's values of tensors that have just been distributed."""
+        self._doing = "distribute the model"
+        forms = [f"{labels.get(id(each), '')} {tuple(each.shape)} {each.dtype}" for each in tensors]
+        marks = self.between.gather_rows(torch.tensor([len(forms), zlib.crc32("\n".join(forms).encode())]))
+        if (marks != marks[0]).any():
+            self._name_difference(forms)
+        for tensor in tensors:
+            tensor.copy_(self.between.broadcast(tensor))
+
+    def _name_difference(self, forms: Sequence[str]) -> None:
+        """Says what is first different in the models of two workers."""
+        text = torch.frombuffer(bytearray("\n".join(forms).encode() or b"\n"), dtype=torch.uint8)
+        everyones = [bytes(each.tolist()).decode().split("\n") for each in self.between.all_gather(text)]
+        for name, theirs in zip(self._names, everyones, strict=True):
+            pairs = zip(everyones[0], theirs, strict=False)
+            for position, (first, other) in enumerate(pairs):
+                if first != other:
+                    raise WorkerError(
+                        f"{self._names[0]} and {name} have different models: tensor {position} is {first!r} "
+                        f"on the one and {other!r} on the other; build the same model in every worker"
+                    )
+            if len(theirs) != len(everyones[0]):
+                raise WorkerError(
+                    f"{self._names[0]} and {name} have different models: {len(everyones[0])} and {len(theirs)} "
+                    f"tensors; build the same model in every worker"
+                )
+        raise StrategyError("models of workers differ, and are the same when looked at closely; report this")
+
+    def is_any(self, has_data: bool) -> bool:
+        """Whether any worker has data; all ask at the same time."""
+        self._doing = "ask for the next batch"
+        return bool(self.between.gather_rows(torch.tensor([int(has_data)])).any())
+
+    def everyones(self, value: PerReplica) -> PerReplica:
+        """The values of the replicas of all workers, which all give theirs at the same time."""
+        self._doing = "join the results of the replicas"
+        tensors = as_tensors("join", value)
+        header = [len(tensors), int(value.counts is not None)]
+        for each, count in zip(tensors, value.counts or [0] * len(tensors), strict=True):
+            header += [count, _DTYPES.index(each.dtype), each.dim(), *each.shape]
+        payload = b"".join(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in tensors)
+        packed = struct.pack(f"<i{len(header)}q", len(header), *header) + payload
+        joined = [_unpack(each) for each in self._exchange_bytes(packed)]
+        counted = all(has_counts for _, _, has_counts in joined)
+        values = [tensor for each, _, _ in joined for tensor in each]
+        return PerReplica(values, tuple(count for _, counts, _ in joined for count in counts) if counted else None)
+
+    def _exchange_bytes(self, packed: bytes) -> list[bytes]:
+        """What each worker has to say; short texts travel in one exchange."""
+        row = struct.pack("<q", len(packed)) + packed[:_INLINE_BYTES].ljust(_INLINE_BYTES, b"\0")
+        rows = self.between.gather_rows(torch.frombuffer(bytearray(row), dtype=torch.uint8))
+        lengths = [struct.unpack("<q", bytes(each[:8].tolist()))[0] for each in rows]
+        if max(lengths) <= _INLINE_BYTES:
+            return [bytes(each[8 : 8 + length].tolist()) for each, length in zip(rows, lengths, strict=True)]
+        whole = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        return [each.numpy().tobytes() for each in self.between.all_gather(whole)]
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others that this worker cannot go on."""
+        if not isinstance(error, TaskLostError):  # all know of that
+            self._membership.fail(f"{type(error).__name__}: {error}")
+
+    def explain(self, error: CollectiveError) -> StratagemError:
+        """What is behind an error: that a connection broke is a symptom, and why is known a moment later."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._membership.lost is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        try:
+            self._membership.raise_if_lost()
+        except TaskLostError as lost:
+            return lost
+        others = ", ".join(name for rank, name in enumerate(self._names) if rank != self.rank)
+        return WorkerError(
+            f"{self._names[self.rank]} wanted to {self._doing}, but not all of {others} take part any more: one has "
+            f"closed its strategy; do the same in every worker ({error})"
+        )
+
+    def close(self) -> None:
+        """Ends the connection, also while somebody waits."""
+        self.between.cut()
+        self.between.close()
+        self._membership.leave(linger_s=0.0 if self._membership.lost else _LINGER_S)
+
+    def _attend(self, waited_s: float) -> None:
+        """While this worker waits for others: whether they still live, and how long is too long."""
+        self._reminded_s = min(self._reminded_s, waited_s)
+        try:
+            self._membership.raise_if_lost()
+            others = [name for rank, name in enumerate(self._names) if rank != self.rank]
+            if waited_s > self._stall_timeout_s:
+                raise WorkerStalledError(
+                    f"{self._names[self.rank]} has waited {waited_s:.0f} s to {self._doing}: not all of "
+                    f"{', '.join(others)} have come, though they live; do the same in every worker, or raise "
+                    f"worker_timeout_s"
+                )
+        except Exception as error:
+            raise self.fatal(error) from None
+        if waited_s - self._reminded_s > _REMIND_S:
+            self._reminded_s = waited_s
+            warn_caller(f"waiting for {', '.join(others)} to {self._doing}, {waited_s:.0f} s by now", StratagemWarning)
+
+
+def _unpack(packed: bytes) -> tuple[list[torch.Tensor], list[int], bool]:
+    """The tensors of a worker's replicas, their counts, and whether these are known."""
+    (length,) = struct.unpack_from("<i", packed)
+    header = list(struct.unpack_from(f"<{length}q", packed, 4))
+    data = memoryview(bytearray(packed[4 + 8 * length :]))
+    (number, has_counts), header = header[:2], header[2:]
+    tensors, counts = [], []
+    for _ in range(number):
+        count, code, num_dims = header[:3]
+        shape, header = header[3 : 3 + num_dims], header[3 + num_dims :]
+        empty = torch.empty(shape, dtype=_DTYPES[code])
+        own, data = data[: empty.nbytes], data[empty.nbytes :]
+        tensors.append(torch.frombuffer(own, dtype=empty.dtype).view(shape) if empty.nbytes else empty)
+        counts.append(count)
+    return tensors, counts, bool(has_counts)

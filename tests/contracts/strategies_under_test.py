@@ -1,0 +1,114 @@
+"""The strategies that every contract suite runs over: a new one is a row here.
+
+A strategy of several workers needs as many programs that do the same. Here the suite itself is the
+program: a second pytest runs the same tests as the second worker, in step with this one.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import stratagem as sg
+from stratagem.cluster import token
+from stratagem.cluster.simple import SimpleResolver
+
+_WORKER = "STRATAGEM_TEST_WORKER"
+_PATIENCE_S = 120.0
+
+MakeStrategy = Callable[[pytest.FixtureRequest, Path], contextlib.AbstractContextManager[sg.Strategy]]
+
+
+def alone(make: Callable[[], sg.Strategy]) -> MakeStrategy:
+    """A strategy of this program alone."""
+    return lambda request, folder: make()
+
+
+def workers(num_replicas: int) -> MakeStrategy:
+    """This program as the first of two workers with so many replicas each."""
+
+    @contextlib.contextmanager
+    def make(request: pytest.FixtureRequest, folder: Path) -> Iterator[sg.Strategy]:
+        given = json.loads(os.environ.get(_WORKER, "null"))
+        index, cluster = (1, given["cluster"]) if given else (0, {"worker": [_free_address(), _free_address()]})
+        token_file = given["token"] if given else str(folder / "token")
+        with contextlib.ExitStack() as stack:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            if not given:
+                token.create(token_file)
+                stack.enter_context(_second_worker(request, {"cluster": cluster, "token": token_file}, folder))
+            patch.setenv("STRATAGEM_TOKEN_FILE", token_file)
+            devices = [f"cpu:{index * num_replicas + number}" for number in range(num_replicas)]
+            yield stack.enter_context(
+                sg.MultiWorkerMirroredStrategy(
+                    devices,
+                    cluster_resolver=SimpleResolver(cluster, task_type="worker", task_id=index),
+                    worker_timeout_s=_PATIENCE_S,
+                    join_timeout_s=_PATIENCE_S,
+                )
+            )
+
+    return make
+
+
+ROWS: dict[str, MakeStrategy] = {
+    "one device": alone(lambda: sg.OneDeviceStrategy("cpu:0")),
+    "mirrored 1": alone(lambda: sg.MirroredStrategy(["cpu:0"])),
+    "mirrored 2": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"])),
+    "mirrored 4": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2", "cpu:3"])),
+    "mirrored 2 torch": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops="torch")),
+    "mirrored 2 to one": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops="to_one")),
+    "central storage 3": alone(lambda: sg.CentralStorageStrategy(["cpu:0", "cpu:1", "cpu:2"])),
+    "2 workers of 1": workers(1),
+    "2 workers of 2": workers(2),
+}
+# Every replica has variables of its own.
+PRIVATE = ("mirrored 2 torch", "mirrored 2 to one")
+# A run that fails in one worker ends the strategy in all.
+WORKERS = ("2 workers of 1", "2 workers of 2")
+
+
+@contextlib.contextmanager
+def opened(request: pytest.FixtureRequest, folder: Path) -> Iterator[sg.Strategy]:
+    """The strategy of a row, for the tests of a module."""
+    with ROWS[request.param](request, folder) as strategy:
+        strategy.run(int)  # its replicas are there before the first test
+        yield strategy
+
+
+@contextlib.contextmanager
+def _second_worker(request: pytest.FixtureRequest, what: dict[str, object], folder: Path) -> Iterator[None]:
+    """Runs the same tests in another process."""
+    of_row = [item for item in request.session.items if request.param in _parameters(item)]
+    chosen = [item.nodeid for item in of_row if item.path == request.path]
+    log = folder / "second.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen],
+            cwd=request.config.rootpath,
+            env={**os.environ, _WORKER: json.dumps(what)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield
+        code = process.wait(_PATIENCE_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert code == 0, f"the second worker failed:\n{log.read_text()[-5000:]}"
+
+
+def _parameters(item: pytest.Item) -> list[object]:
+    return list(item.callspec.params.values()) if hasattr(item, "callspec") else []
+
+
+def _free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"

@@ -1,0 +1,103 @@
+"""A worker of a cluster in a process of its own, which trains as it is told line by line (see `task_program`)."""
+
+import os
+import signal
+from typing import Any
+
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.cluster.simple import SimpleResolver
+from tests.cluster import task_program
+
+NUM_FEATURES, GLOBAL_BATCH = 6, 12
+
+
+def make_model(width: int = 16) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(NUM_FEATURES, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    inputs = torch.randn(GLOBAL_BATCH, NUM_FEATURES, generator=generator)
+    return inputs, torch.randint(3, (GLOBAL_BATCH,), generator=generator)
+
+
+class Worker:
+    """What the lines work with."""
+
+    strategy: Any = None
+    model: Any = None
+    num_steps = 0
+
+
+worker = Worker()
+
+
+def begin(cluster: Any, index: int, num_replicas: int = 1, width: int = 16, **options: Any) -> str:
+    torch.set_num_threads(1)
+    share = sg.config.LogicalDeviceConfiguration()
+    sg.config.set_logical_device_configuration("cpu:0", [share] * num_replicas)
+    resolver = SimpleResolver(cluster, task_type="worker", task_id=index)
+    worker.strategy = sg.MultiWorkerMirroredStrategy(cluster_resolver=resolver, **options)
+    with worker.strategy.scope():
+        worker.model = make_model(width)
+        worker.optimizer = torch.optim.SGD(worker.model.parameters(), lr=0.1, momentum=0.9)
+    return "begun"
+
+
+def step(inputs: torch.Tensor, targets: torch.Tensor, fail_in: int | None = None) -> torch.Tensor:
+    worker.optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(worker.model(inputs), targets)
+    if fail_in is not None and sg.get_replica_context().replica_id_in_sync_group == fail_in:
+        raise ValueError("bad row 812")
+    loss.backward()
+    worker.optimizer.step()
+    return loss
+
+
+def train(num_steps: int, fail_in: int | None = None) -> list[float]:
+    """Trains so many steps; the losses."""
+    strategy, losses = worker.strategy, []
+    for number in range(num_steps):
+        (distributed,) = strategy.distribute([batch(worker.num_steps + number)])
+        losses.append(strategy.reduce("mean", strategy.run(step, args=(*distributed, fail_in))).item())
+        done(number)
+    worker.num_steps += num_steps
+    return losses
+
+
+def done(number: int) -> None:
+    """Tells the test, which waits for it, that a step is over."""
+    worker.last_step = number
+
+
+def train_until_failure() -> list[Any]:
+    """Trains until something happens: how many steps were finished, the error, and the weights after it."""
+    worker.last_step = -1
+    try:
+        train(1_000_000)
+    except Exception as error:
+        return [worker.last_step + 1, type(error).__name__, str(error), weights()]
+    return []
+
+
+def weights() -> list[list[float]]:
+    return [each.detach().flatten().tolist() for each in worker.model.parameters()]
+
+
+def kill_own_replica() -> None:
+    """Kills the child that is replica 1 of this worker."""
+    children = worker.strategy._replicas._group.replicas
+    os.kill(children[0].pid, signal.SIGKILL)
+
+
+def close() -> str:
+    worker.strategy.close()
+    return "closed"
+
+
+if __name__ == "__main__":
+    task_program.main(globals())

@@ -1,0 +1,124 @@
+"""How several machines share data: each sees the part of its own replicas."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem.errors import StrategyError
+from stratagem.inputs import distribute, distribute_from_function
+from tests.inputs.hosts import FakeHost, leaves_of, seen_by
+
+SIZES = (2, 1)  # replicas of each machine
+
+
+def machines(**options):
+    """The same strategy as each machine sees it."""
+    starts = itertools.accumulate(SIZES, initial=0)
+    return [
+        FakeHost(sum(SIZES), range(start, start + size), (len(SIZES), number), **options)
+        for number, (start, size) in enumerate(zip(starts, SIZES, strict=False))
+    ]
+
+
+def seen(host, data):
+    """For each batch what each replica of a machine gets."""
+    return [[seen_by(place, batch).tolist() for place in range(len(host.replicas_here))] for batch in data]
+
+
+def loader(num_examples, global_batch_size):
+    dataset = TensorDataset(torch.arange(num_examples))
+    return DataLoader(
+        dataset, batch_size=global_batch_size, collate_fn=lambda rows: torch.stack([row for (row,) in rows])
+    )
+
+
+def batches(num_examples, global_batch_size):
+    return list(torch.arange(num_examples).split(global_batch_size))
+
+
+@pytest.mark.parametrize("source", [loader, batches])
+def test_machines_together_see_each_global_batch_once_and_in_order(source):
+    parts = [seen(host, distribute(source(10, 6), host)) for host in machines()]
+    assert parts[0] == [[[0, 1], [2, 3]], [[6, 7], [8]]]
+    assert parts[1] == [[[4, 5]], [[9]]]
+
+
+@pytest.mark.parametrize("source", [loader, batches])
+def test_a_machine_for_which_nothing_is_left_gets_empty_batches(source):
+    host = machines()[1]
+    *_, last = distribute(source(8, 6), host)
+    assert seen_by(0, last).shape == (0,)
+    assert leaves_of(last)[0].counts == (0,)
+
+
+def test_a_loader_loads_only_the_rows_of_its_machine():
+    loaded = []
+
+    class Noting(TensorDataset):
+        def __getitem__(self, index):
+            loaded.append(index)
+            return super().__getitem__(index)
+
+        __getitems__ = None
+
+    host = machines()[1]
+    for batch in distribute(DataLoader(Noting(torch.arange(12)), batch_size=6), host):
+        seen_by(0, batch)
+    assert sorted(loaded) == [4, 5, 10, 11]
+
+
+def test_counts_are_those_of_the_machine():
+    (batch,) = distribute([torch.arange(5)], machines()[0])
+    assert leaves_of(batch)[0].counts == (2, 2)
+
+
+def test_a_function_makes_the_batches_of_its_machine():
+    contexts = []
+
+    def make(context):
+        contexts.append(context)
+        return [torch.full((2,), context.input_pipeline_id)] * 2
+
+    parts = [seen(host, distribute_from_function(make, host)) for host in machines()]
+    assert parts == [[[[0, 0], [0, 0]]], [[[1, 1]], [[1, 1]]]]
+    assert [(each.num_input_pipelines, each.input_pipeline_id, each.num_replicas_in_sync) for each in contexts] == [
+        (2, 0, 3),
+        (2, 1, 3),
+    ]
+
+
+def test_own_data_ends_when_that_of_all_machines_has():
+    host = machines(others_have_data=[True] * 3)[1]
+    got = seen(host, distribute([torch.ones(2)], host, auto_shard="off"))
+    assert got == [[[1.0, 1.0]], [[]], [[]]]
+
+
+def test_a_machine_without_any_data_of_its_own_is_told_so():
+    host = machines(others_have_data=[True])[1]
+    with pytest.raises(StrategyError, match=r"worker 1 of 2 got no batch while others have some"):
+        list(distribute([], host, auto_shard="off"))
+
+
+class Files:
+    def __init__(self, files):
+        self.files = files
+
+    def __iter__(self):
+        return iter([torch.tensor([number] * 2) for number in self.files])
+
+
+def test_files_are_shared_out():
+    parts = [seen(host, distribute(Files([1, 2, 3]), host, auto_shard="file")) for host in machines()]
+    assert parts == [[[[1], [1]], [[3], [3]]], [[[2, 2]]]]
+
+
+def test_the_wrong_way_to_share_is_refused():
+    host = machines()[0]
+    with pytest.raises(StrategyError, match=r"auto_shard is one of 'data', 'file', 'off', got 'rows'"):
+        distribute([torch.ones(2)], host, auto_shard="rows")
+    with pytest.raises(StrategyError, match=r"a list of its files in `files`, got list without"):
+        distribute([torch.ones(2)], host, auto_shard="file")
+    with pytest.raises(StrategyError, match=r"each of 2 workers its files, and there are 1"):
+        distribute(Files([1]), host, auto_shard="file")
