@@ -42,6 +42,7 @@ bench: $(READY)  ## Measure; tables on the screen, figures in benchmarks/results
 	@$(RUN)/python -m benchmarks.memory_limit
 	@$(RUN)/python -m benchmarks.all_reduce
 	@$(RUN)/python -m benchmarks.training
+	@$(RUN)/python -m benchmarks.cluster
 	@$(RUN)/python -m benchmarks.estimator
 
 clean:  ## Remove what the other targets made

@@ -92,24 +92,49 @@ def stratagem(workload: Workload, size: int) -> Figures:
     """MirroredStrategy on as many shares of the CPU."""
     import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
 
-    share = sg.config.LogicalDeviceConfiguration()
-    sg.config.set_logical_device_configuration("cpu:0", [share] * size)
+    _divide(sg, size)
     with sg.MirroredStrategy() as strategy:
-        with strategy.scope():
-            model, optimizer = build(workload)
-        batches = iter(strategy.distribute(_again(workload.make_batch())))
+        return measure(_distributed_step(strategy, workload), workload.num_steps) | memory(os.getpid())
 
-        def train(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = workload.loss(model, inputs, targets)
-            loss.backward()
-            optimizer.step()
-            return loss
 
-        def step() -> float:
-            return strategy.reduce("mean", strategy.run(train, args=next(batches))).item()
+def central(workload: Workload, size: int) -> Figures:
+    """CentralStorageStrategy on as many shares of the CPU."""
+    import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
 
-        return measure(step, workload.num_steps) | memory(os.getpid())
+    _divide(sg, size)
+    with sg.CentralStorageStrategy() as strategy:
+        return measure(_distributed_step(strategy, workload), workload.num_steps) | memory(os.getpid())
+
+
+def workers(workload: Workload, _: int) -> Figures:
+    """MultiWorkerMirroredStrategy, in each of the workers that `stratagem run` has started."""
+    import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
+
+    with sg.MultiWorkerMirroredStrategy() as strategy:
+        figures = measure(_distributed_step(strategy, workload), workload.num_steps)
+        if strategy.is_chief:
+            figures |= memory(os.getppid())  # the launcher
+        strategy.is_any(False)  # the others stay for as long as their memory is counted
+        return figures if strategy.is_chief else {}
+
+
+def _divide(sg: Any, size: int) -> None:
+    sg.config.set_logical_device_configuration("cpu:0", [sg.config.LogicalDeviceConfiguration()] * size)
+
+
+def _distributed_step(strategy: Any, workload: Workload) -> Callable[[], float]:
+    with strategy.scope():
+        model, optimizer = build(workload)
+    batches = iter(strategy.distribute(_again(workload.make_batch())))
+
+    def train(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = workload.loss(model, inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return lambda: strategy.reduce("mean", strategy.run(train, args=next(batches))).item()
 
 
 def hogwild(workload: Workload, size: int) -> Figures:
@@ -189,6 +214,8 @@ CONTENDERS: dict[str, Callable[[Workload, int], Figures]] = {
     "single": single,
     "ddp": ddp,
     "stratagem": stratagem,
+    "central": central,
+    "workers": workers,
     "hogwild": hogwild,
 }
 

@@ -28,6 +28,8 @@ from benchmarks.models import WORKLOADS
 from benchmarks.processes import CommandFailed, run
 from benchmarks.tables import TARGET_COLUMNS, Target, markdown, show
 
+NUM_WORKERS = 2
+
 _TIMEOUT_S = 180.0
 _LOSS_TOLERANCE = 1e-3
 
@@ -54,6 +56,9 @@ class Program:
         launcher = []
         if self.contender == "ddp":
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_replicas}"]
+        if self.contender == "workers":
+            devices = f"cpu:{self.num_replicas // NUM_WORKERS}"
+            launcher = ["-m", "stratagem", "run", "--workers", str(NUM_WORKERS), "--devices", devices]
         replicas = ["--replicas", str(self.num_replicas)]
         return [sys.executable, *launcher, "-m", "benchmarks.contender", self.contender, model, *replicas]
 
@@ -79,6 +84,8 @@ SINGLE = Program("single", 1)
 
 class Results:
     """All figures so far, and what follows from them."""
+
+    name, title = "training", "Training"
 
     def __init__(self, plan: dict[str, list[Program]], sizes: Sequence[int]) -> None:
         self.plan = plan
@@ -287,7 +294,7 @@ def write(results: Results, num_rounds: int) -> None:
     """Writes what is known so far: JSON, markdown and picture."""
     RESULTS.mkdir(exist_ok=True)
     content = {"num_rounds": num_rounds, **results.as_json()}
-    (RESULTS / "training.json").write_text(json.dumps(content, indent=2))
+    (RESULTS / f"{results.name}.json").write_text(json.dumps(content, indent=2))
     environment = _environment()
     note = (
         f"Medians of {num_rounds} interleaved round(s) on {environment['cores']} cores ({environment['cpu']}), "
@@ -295,13 +302,14 @@ def write(results: Results, num_rounds: int) -> None:
         f"x single: over those of one process on all cores. Memory is that of all processes, launchers included."
     )
     parts = [
-        f"# Training\n\n{note}\n",
+        f"# {results.title}\n\n{note}\n",
         markdown(COLUMNS, results.rows(), num_left=2),
         "## Targets\n\nstratagem over the program that is named; `rounds` is the least and the most of one round.\n",
         markdown(TARGET_COLUMNS, [target.cells() for target in results.targets()]),
     ]
-    (RESULTS / "training.md").write_text("\n".join(parts))
-    training_plot.draw(content, RESULTS / "training.png")
+    (RESULTS / f"{results.name}.md").write_text("\n".join(parts))
+    if type(results) is Results:
+        training_plot.draw(content, RESULTS / "training.png")
 
 
 def main() -> None:
@@ -322,13 +330,17 @@ def main() -> None:
     warm_up = "import torch.distributed.run, torch._dynamo, stratagem"
     run([sys.executable, "-c", warm_up], environment=os.environ, timeout_s=_TIMEOUT_S)
 
-    results = Results(make_plan(models, sizes), sizes)
-    num_failed = measure_all(results, options.rounds, console)
-    show("training", COLUMNS, results.rows(), num_left=2)
+    run_and_report(Results(make_plan(models, sizes), sizes), options.rounds, console)
+
+
+def run_and_report(results: Results, num_rounds: int, console: Console) -> None:
+    """Measures all of it, and says whether the targets are met."""
+    num_failed = measure_all(results, num_rounds, console)
+    show(results.title.lower(), COLUMNS, results.rows(), num_left=2)
     targets = results.targets()
     show("stratagem against the others", TARGET_COLUMNS, [target.cells() for target in targets])
     num_met, num_bounds = sum(target.met is True for target in targets), sum(t.bound is not None for t in targets)
-    console.print(f"{num_met} of {num_bounds} targets met; figures in {RESULTS}/training.json, .md, .png")
+    console.print(f"{num_met} of {num_bounds} targets met; figures in {RESULTS}/{results.name}.json and .md")
     wrong = results.wrong_losses()
     for each in wrong:
         console.print(each, style="red", markup=False)

@@ -1,9 +1,12 @@
 """Tasks in real processes on one machine: they meet, talk, leave, die, stop, and are told of each other."""
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +18,11 @@ import pytest
 import stratagem as sg
 from stratagem.cluster import Membership, channel
 from stratagem.cluster import token as tokens
+from stratagem.cluster.agreement import Introduction
 from stratagem.cluster.keeper import Keeper
+from stratagem.cluster.members import Pulse
+from stratagem.cluster.messages import Kind
+from stratagem.cluster.values import Request
 from stratagem.errors import ClusterError, ClusterJoinError, ClusterSpecError, ClusterTimeoutError, HandshakeError
 from tests.cluster.tasks import PATIENCE_S, TaskProcess, begin, free_ports, listening_at, send_begin, started, workers
 from tests.cluster.test_channel import holder
@@ -226,7 +233,7 @@ def test_different_versions_are_told_on_both_sides(name: str, three: list[TaskPr
     assert own[1].endswith("; install one version everywhere")
 
 
-def test_task_with_another_token_is_refused_at_once(three: list[TaskProcess], tmp_path: Path) -> None:
+def test_task_with_another_token_is_refused_at_once(three: list[TaskProcess], tmp_path: Path, token_file: Path) -> None:
     cluster = workers(2)
     tokens.create(tmp_path / "other")
     send_begin(three[0], cluster, 0, join_timeout_s=30)
@@ -234,6 +241,12 @@ def test_task_with_another_token_is_refused_at_once(three: list[TaskProcess], tm
     name, message = three[1].error()
     assert name == "HandshakeError"
     assert f"{cluster['worker'][0]} has another token than this task, which took its own from" in message
+    for path in (tmp_path / "other", token_file):
+        secret = path.read_text().strip()
+        assert secret not in message
+        for task in three[:2]:
+            assert secret.encode() not in Path(f"/proc/{task.pid}/cmdline").read_bytes()
+            assert secret.encode() not in Path(f"/proc/{task.pid}/environ").read_bytes()
     # The host has not been disturbed.
     send_begin(three[1], cluster, 1)
     assert [task.value() for task in three[:2]] == ["joined"] * 2
@@ -264,6 +277,20 @@ def test_task_that_dies_before_all_have_come_may_come_again(three: list[TaskProc
             send_begin(task, cluster, index)
         joining.result(PATIENCE_S)
         assert [task.value() for task in three[1:]] == ["joined"] * 2
+
+
+def test_processes_of_torchrun_find_each_other(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        "from stratagem.cluster import Membership, found\n"
+        "me = found().resolver\n"
+        "with Membership(me.cluster_spec(), me.task_type, me.task_id, join_timeout_s=30) as m:\n"
+        "    m.wait([m.set(str(m.rank), b'') or str(1 - m.rank)])\n"
+        "    print(f'{m.rank} of {m.size}, {me.local_id} of {me.num_local_tasks} here', flush=True)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=True)
+    assert sorted(done.stdout.splitlines()) == ["0 of 2, 0 of 2 here", "1 of 2, 1 of 2 here"]
 
 
 # Losing each other
@@ -318,6 +345,46 @@ def test_stopped_task_is_lost_and_does_not_come_back(three: list[TaskProcess]) -
     assert three[1].error()[0] == "TaskLostError"
     assert three[0].ask("m().check(['a'])") is False
     assert three[0].ask("[member.task for member in m().members]") == ["worker/0", "worker/2"]
+
+
+def test_what_a_lost_task_says_is_refused() -> None:
+    cluster = workers(2)
+    spec = sg.ClusterSpec(cluster)
+    who = Introduction.of_this_process(spec.task("worker", 1), spec, ["worker"], None)
+
+    async def until(peer: channel.Channel, wanted: Kind) -> dict[str, Any]:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                kind, body = await peer.receive()
+                if kind == wanted:
+                    return body
+
+    async def connect() -> channel.Channel:
+        port = int(cluster["worker"][0].rpartition(":")[2])
+        peer = await channel.connect("127.0.0.1", port, tokens.load())
+        peer.send(Kind.JOIN, who.to_body())
+        return peer
+
+    async def live_on() -> None:
+        """Gives no sign of life until it is declared lost, then acts as if nothing had been."""
+        peer = await connect()
+        await until(peer, Kind.READY)
+        first = await until(peer, Kind.FENCED)
+        assert first["why"].startswith("no sign of life for")
+        for kind, body in ((Kind.REQUEST, Request("set", ("late",), (b"",)).to_body(1)), (Kind.LEAVE, {})):
+            peer.send(kind, body)
+            assert await until(peer, Kind.FENCED) == first
+        again = await connect()
+        refusal = await until(again, Kind.REFUSED)
+        assert refusal == {"why": f"it was declared lost: {first['why']}", "retry": False}
+        for each in (peer, again):
+            each.abort()
+
+    with host_here(cluster, heartbeat_s=0.1) as (host, _):
+        wait_until_here(host, "worker/0")
+        asyncio.run(live_on())
+        assert [lost.member.task for lost in host.losses] == ["worker/1"]
+        assert not host.check(["late"])
 
 
 def test_task_that_stops_for_a_moment_is_not_lost(three: list[TaskProcess]) -> None:
@@ -395,7 +462,7 @@ def test_child_that_was_forked_does_not_keep_a_dead_task_alive(three: list[TaskP
 def test_child_that_was_forked_is_no_task(three: list[TaskProcess]) -> None:
     begin(three[:2], workers(2))
     for task in three[:2]:
-        said = task.ask("in_forked_child('m().set(\"a\", b\"\")')")
+        said = task.ask('in_forked_child(\'m().set("a", b"")\')')
         assert said.startswith("ClusterError: this process was forked from worker/")
         assert task.ask("in_forked_child('m().leave()')") == "None"
         assert task.ask("[m().check(['a']), m().losses]") == [False, []]
@@ -410,6 +477,17 @@ def test_task_that_starts_anew_waits_for_a_host_that_does_too(three: list[TaskPr
     three[0].ask("m().leave(linger_s=0)")
     send_begin(three[0], cluster, 0)
     assert [three[0].value(), three[2].value()] == ["joined"] * 2
+
+
+def test_silence_counts_only_while_the_one_who_listens_runs() -> None:
+    pulse = Pulse(heartbeat_s=1.0, num_missed=3)
+    # As after a long stop of this very process: what came meanwhile is still to be read.
+    assert not pulse.is_lost(1000.0)
+    pulse.heard()
+    looks = [pulse.is_lost(0.25) for _ in range(15)]
+    assert looks == [False] * 14 + [True]
+    pulse.heard()
+    assert not pulse.is_lost(0.25)
 
 
 # The store, in one process

@@ -203,11 +203,15 @@ def test_ctrl_c_in_the_function_spoils_no_later_run(strategy: sg.MirroredStrateg
 
 @pytest.mark.parametrize("name", ["call", "call_all"])
 def test_ctrl_c_when_replicas_have_been_called_spoils_no_later_run(strategy: sg.MirroredStrategy, name: str) -> None:
-    calls = {"call": lambda: strategy.run(same, args=(1,)), "call_all": lambda: strategy.call_in_children(os.getpid)}
-    strategy.run(same, args=(0,))
+    def slow(value: int) -> int:
+        time.sleep(0.2 * replica())  # so that an answer to an earlier call comes first
+        return value
+
+    calls = {"call": lambda: strategy.run(slow, args=(1,)), "call_all": lambda: strategy.call_in_children(os.getpid)}
+    strategy.run(slow, args=(0,))
     with interrupted_at(group_of(strategy), name), pytest.raises(KeyboardInterrupt):
         calls[name]()
-    assert [strategy.run(same, args=(value,)).values for value in (2, 3)] == [(2, 2), (3, 3)]
+    assert [strategy.run(slow, args=(value,)).values for value in (2, 3)] == [(2, 2), (3, 3)]
 
 
 def test_ctrl_c_while_answers_are_awaited_ends_the_children(own: sg.MirroredStrategy) -> None:
@@ -244,15 +248,16 @@ def test_ctrl_c_while_closing_still_ends_the_children(own: sg.MirroredStrategy) 
 # Failed
 
 
-def test_results_of_earlier_runs_can_be_fetched_after_one_that_failed(strategy: sg.MirroredStrategy) -> None:
+def test_results_of_one_replica_can_be_fetched_after_another_has_failed() -> None:
     def fail() -> None:
-        if replica() == 1:
+        if replica() == 2:
             raise ValueError("a mistake")
 
-    result = strategy.run(lambda: torch.full((2**18,), float(replica())))
-    with pytest.raises(ValueError, match="a mistake"):
-        strategy.run(fail)
-    assert result[1].mean() == 1
+    with sg.MirroredStrategy(["cpu:1", "cpu:2", "cpu:3"]) as strategy:
+        result = strategy.run(lambda: torch.full((2**18,), float(replica())))
+        with pytest.raises(ValueError, match="a mistake"):
+            strategy.run(fail)
+        assert result[1].mean() == 1
 
 
 def test_replicas_keep_no_results_of_runs_that_failed(strategy: sg.MirroredStrategy) -> None:

@@ -140,6 +140,18 @@ def test_a_worker_that_does_more_than_the_others_is_told_that_they_have_gone() -
         assert "worker/1 wanted to begin run 2, but not all of worker/0 take part any more" in message
 
 
+def test_workers_that_do_different_things_are_told_so() -> None:
+    with cluster_of([[], []]) as tasks:
+        begin(tasks)
+        together(tasks, "train(1)")
+        tasks[0].send("train(1)")
+        tasks[1].send("worker.strategy.is_any(True)")
+        for task in tasks:
+            kind, message = task.error()
+            assert kind in ("WorkerError", "TaskLostError")
+            assert "replica 0 called begin a run, replica 1 called ask for a batch" in message
+
+
 def test_a_worker_that_lives_but_does_not_come_is_waited_for_so_long_and_no_longer() -> None:
     with cluster_of([[], []]) as tasks:
         begin(tasks, worker_timeout_s=2.0)

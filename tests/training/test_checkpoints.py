@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import resource
 import subprocess
@@ -143,10 +144,31 @@ def test_new_checkpoint_is_kept_though_a_damaged_one_has_a_later_step(tmp_path: 
     assert [step_of(path) for path in all_checkpoints(tmp_path)] == [5]
 
 
-def test_header_that_asks_for_too_much_memory_is_refused(tmp_path: Path) -> None:
+def with_header(header: Any, num_bytes: int = 24) -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(num_bytes)
+
+
+def entry(begin: int, end: int, *shape: int) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+
+
+HOSTILE = {
+    "length": (2**60).to_bytes(8, "little") + b"{}",
+    "object": pickle.dumps({"weight": torch.ones(2)}),
+    "shape": with_header({"weight": entry(0, 24, 2**40)}),
+    "overflow": with_header({"weight": entry(0, 24, 2**62, 4)}),
+    "overlap": with_header({"weight": entry(0, 24, 6), "other": entry(0, 24, 6)}),
+    "outside": with_header({"weight": entry(0, 2**40, 2**38)}),
+    "negative": with_header({"weight": entry(-8, 16, 6)}),
+    "text": with_header("weight"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_tensors_are_refused(tmp_path: Path, kind: str) -> None:
     path = Path(save_checkpoint(tmp_path, 1, state_of(1)))
-    hostile = (2**60).to_bytes(8, "little") + b"{}"
-    (path / checkpoints.TENSORS).write_bytes(hostile)
+    (path / checkpoints.TENSORS).write_bytes(HOSTILE[kind])
     # Whoever can write tensors can write checksums too.
     header, text, _ = (path / checkpoints.STATE).read_text().split("\n", 2)
     sums = json.loads(header)["sums"]

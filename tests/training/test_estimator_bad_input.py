@@ -180,6 +180,23 @@ def test_checkpoint_of_another_model_names_the_differences(tmp_path: Path) -> No
         sge.Estimator(other_optimizer, tmp_path).train(data)
 
 
+def test_what_a_checkpoint_cannot_keep_is_named_before_the_first_step(tmp_path: Path) -> None:
+    class Stateful(nn.Linear):
+        def get_extra_state(self) -> object:
+            return object()
+
+    def stateful(features: Any, labels: Any, mode: str) -> sge.EstimatorSpec:
+        module = Stateful(3, 1)
+        return sge.EstimatorSpec(mode, module, loss, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+
+    class Never(sge.SessionRunHook):
+        def before_run(self, run_context: sge.RunContext) -> None:
+            raise AssertionError("a step was taken")
+
+    with pytest.raises(sge.CheckpointError, match=r"got object .* as state/module/_extra_state"):
+        sge.Estimator(stateful, tmp_path).train(data, hooks=[Never()])
+
+
 def test_estimator_inside_a_scope_says_where_the_strategy_goes(estimator: sge.Estimator) -> None:
     with sg.OneDeviceStrategy().scope(), pytest.raises(sg.StratagemError, match=r"RunConfig\(train_distribute="):
         estimator.train(data)

@@ -343,7 +343,7 @@ class Membership:
 
     def _note_lost(self, lost: TaskLost) -> None:
         """Is called in the thread of the sockets, which must not wait for anybody."""
-        log.warning("%s: %s", self.task.name, lost)
+        log.info("%s: %s", self.task.name, lost)
         with self._lock:
             self._losses += (lost,)
             callbacks = list(self._callbacks)

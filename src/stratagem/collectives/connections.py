@@ -1,10 +1,13 @@
-"""Finds the connections that gloo makes, and ends them: gloo itself cannot be told to stop waiting."""
+"""Where replicas meet, and the connections that gloo makes: found, to end them, since it cannot be told to stop."""
 
 import contextlib
 import os
 import socket
+import stat
 from collections.abc import Iterable
 from pathlib import Path
+
+from stratagem.errors import CollectiveError
 
 
 def connections_on(address: str) -> set[int]:
@@ -27,3 +30,16 @@ def hang_up(numbers: Iterable[int]) -> None:
     for number in numbers:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
             connection.shutdown(socket.SHUT_RDWR)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses a folder to meet in that others can enter."""
+    try:
+        status = os.lstat(folder)
+    except OSError as error:
+        raise CollectiveError(f"the folder {str(folder)!r}, where replicas meet, cannot be used: {error}") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise CollectiveError(
+            f"replicas meet in a folder that only their user can enter; {str(folder)!r} has mode "
+            f"{stat.filemode(status.st_mode)} and belongs to user {status.st_uid}. Use tempfile.mkdtemp(), or chmod 700"
+        )

@@ -33,6 +33,10 @@ _SIGN_BIT: Final = -(2**63)
 _SHAPE: Final = " with shape "
 
 
+class MismatchError(CollectiveError):
+    """Replicas do not take part in the same exchange."""
+
+
 class Collective(ABC):
     """How one replica exchanges tensors with the others.
 
@@ -119,11 +123,11 @@ def check_calls(calls: Sequence[str], *, any_shape: bool = False) -> None:
     """Makes sure that all replicas do the same to tensors of the same type and shape.
 
     Raises:
-        CollectiveError: They do not; it says what two of them do.
+        MismatchError: They do not; it says what two of them do.
     """
     for rank, call in enumerate(calls):
         if _key(call, any_shape) != _key(calls[0], any_shape):
-            raise CollectiveError(
+            raise MismatchError(
                 f"replicas 0 and {rank} do not take part in the same exchange: replica 0 called {calls[0]}, "
                 f"replica {rank} called {call}; every replica has to make the same calls in the same order"
             )

@@ -7,8 +7,6 @@ address. Every reduction but `start_all_reduce` is done here, in the order of th
 its bits do not depend on the algorithm that a backend chooses.
 """
 
-import os
-import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,7 +18,7 @@ from typing import Any, Final, final
 import torch
 import torch.distributed
 
-from stratagem.collectives.connections import connections_on, hang_up
+from stratagem.collectives.connections import check_folder, connections_on, hang_up
 from stratagem.collectives.contract import (
     Collective,
     check_calls,
@@ -89,7 +87,7 @@ class TorchDistributed(Collective):
     ) -> None:
         super().__init__(rank, size)
         if path is not None:
-            _check_folder(Path(path).absolute().parent)
+            check_folder(Path(path).absolute().parent)
         self._path, self._given_store = path, store
         self._address = address
         self._sockets: list[int] = []
@@ -206,14 +204,30 @@ class TorchDistributed(Collective):
 
         return wait_for_sum
 
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """The short rows of all replicas, one below the other, in a single exchange.
+    def exchange(self, what: str, data: bytes) -> list[bytes]:
+        """The bytes of all replicas; if they are few, in a single exchange.
 
-        Nothing is compared before: all give a row of the same type and length.
+        Args:
+            what: Why they are exchanged: all must say the same.
+            data: This replica's.
         """
-        rows = row.new_empty(self.size, row.numel())
-        self._finish("gather_rows", partial(self._allgather, rows.view(-1), row))
-        return rows
+        self._check_connected()
+        self._drain()
+        lead = f"{what}:".encode()
+        length = len(data).to_bytes(8, "little")
+        room = _NOTE_BYTES - len(lead) - len(length)
+        note = lead + length + data[:room].ljust(room, b"\0")
+        notes = torch.empty(self.size * _NOTE_BYTES, dtype=torch.uint8)
+        self._finish(what, partial(self._allgather, notes, torch.frombuffer(bytearray(note), dtype=torch.uint8)))
+        rows = [row.tobytes() for row in notes.view(-1, _NOTE_BYTES).numpy()]
+        check_calls([row.partition(b":")[0].decode(errors="replace") for row in rows])
+        rows = [row[len(lead) :] for row in rows]
+        lengths = [int.from_bytes(row[:8], "little") for row in rows]
+        if max(lengths) <= room:
+            return [row[8 : 8 + length] for row, length in zip(rows, lengths, strict=True)]
+        return [
+            each.numpy().tobytes() for each in self.all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        ]
 
     def close(self) -> None:
         """Cuts the connections. Waits for a sum that is under way, no longer than `timeout_s`; drops the next ones."""
@@ -377,18 +391,6 @@ def _padded(row: torch.Tensor, multiple: int) -> torch.Tensor:
 def _bytes(row: torch.Tensor) -> torch.Tensor:
     """The same memory as plain bytes, which every backend can carry, whatever the type."""
     return row.view(torch.uint8)
-
-
-def _check_folder(folder: Path) -> None:
-    try:
-        status = os.lstat(folder)
-    except OSError as error:
-        raise CollectiveError(f"the folder {str(folder)!r}, where replicas meet, cannot be used: {error}") from error
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise CollectiveError(
-            f"replicas meet in a folder that only their user can enter; {str(folder)!r} has mode "
-            f"{stat.filemode(status.st_mode)} and belongs to user {status.st_uid}. Use tempfile.mkdtemp(), or chmod 700"
-        )
 
 
 def _reason(error: BaseException) -> str:

@@ -32,6 +32,7 @@ class CentralStorageStrategy(Replicated):
         DeviceError: A device is named twice or does not exist.
         StrategyError: An option is not one of its values, or the call is inside a replica.
     Example:
+        >>> import torch
         >>> strategy = CentralStorageStrategy(["cpu:0"])
         >>> with strategy.scope():
         ...     model = torch.nn.Linear(2, 1)

@@ -223,13 +223,13 @@ class GradientSync:
         if between is not None:
             for store in self.stores:
                 is_finite &= store.exchange.finish()
-            flags = [int(is_finite), int(not late), *(int(each) for there in present for each in there)]
-            rows = between.gather_rows(torch.tensor(flags, dtype=torch.uint8))
-            signals.put_flag(ALL_FINITE_FLAG, int(rows[:, 0].min()))
-            signals.put_flag(IN_TIME_FLAG, int(rows[:, 1].min()))
-            counts = [len(there) for there in present]
-            for store, there in zip(self.stores, torch.split(rows[:, 2:].amax(dim=0), counts), strict=True):
-                store.exchange.note_anywhere(there.tolist())
+            flags = bytes([is_finite, not late, *(each for there in present for each in there)])
+            columns = list(zip(*between.exchange("end a backward pass", flags), strict=True))
+            signals.put_flag(ALL_FINITE_FLAG, min(columns[0]))
+            signals.put_flag(IN_TIME_FLAG, min(columns[1]))
+            anywhere = iter(columns[2:])
+            for store, there in zip(self.stores, present, strict=True):
+                store.exchange.note_anywhere([max(next(anywhere)) for _ in there])
         signals.barrier()
         if not signals.flags(IN_TIME_FLAG)[0]:  # on some machine; all sum again
             for store, own in zip(self.stores, vectors, strict=True):

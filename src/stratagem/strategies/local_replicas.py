@@ -217,7 +217,7 @@ class LocalReplicas:
             try:
                 yield
             except CollectiveError as error:
-                raise self._workers.explain(error) from error
+                raise self._workers.explain(error) from None
 
     def _forget_results(self, answers: Sequence[Any]) -> None:
         """Lets replicas drop what they keep for results that nobody will get."""

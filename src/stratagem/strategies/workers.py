@@ -17,6 +17,7 @@ import torch
 from stratagem._caller import warn_caller
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.store import ClusterStore
+from stratagem.collectives.contract import MismatchError
 from stratagem.collectives.torch_distributed import TorchDistributed
 from stratagem.errors import (
     CollectiveError,
@@ -33,7 +34,6 @@ _NO_COUNTS = -1
 _PATIENCE_S, _LOOK_S = 5.0, 0.02
 _LINGER_S = 5.0
 _REMIND_S = 60.0
-_INLINE_BYTES = 256
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
     *(torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
@@ -92,8 +92,7 @@ class Workers:
             attend=self._attend,
         )
         self.between.start()
-        sizes = self.between.gather_rows(torch.tensor([num_replicas]))
-        self.sizes = tuple(int(each) for each in sizes[:, 0])
+        self.sizes = tuple(each[0] for each in self._exchange("count replicas", [num_replicas]))
         # Where a program did not seed, workers would shuffle in different orders.
         torch.set_rng_state(self.between.broadcast(torch.get_rng_state()))
 
@@ -116,9 +115,7 @@ class Workers:
             How many examples each replica of all workers has.
         """
         self._doing = f"begin run {number}"
-        width = max(self.sizes)
-        own = [_NO_COUNTS] * width if counts is None else [*counts, *[0] * (width - len(counts))]
-        rows = self.between.gather_rows(torch.tensor([number, *own])).tolist()
+        rows = self._exchange("begin a run", [number, *([_NO_COUNTS] if counts is None else counts)])
         self._doing = f"finish run {number}"
         if len({row[0] for row in rows}) > 1:
             raise WorkerError(
@@ -134,23 +131,22 @@ class Workers:
             )
         if counts is None:
             return None
-        return tuple(count for row, size in zip(rows, self.sizes, strict=True) for count in row[1 : 1 + size])
+        return tuple(count for row in rows for count in row[1:])
 
     @torch.no_grad()
     def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str]) -> None:
         """Gives all workers the first one's values of tensors that have just been distributed."""
         self._doing = "distribute the model"
         forms = [f"{labels.get(id(each), '')} {tuple(each.shape)} {each.dtype}" for each in tensors]
-        marks = self.between.gather_rows(torch.tensor([len(forms), zlib.crc32("\n".join(forms).encode())]))
-        if (marks != marks[0]).any():
-            self._name_difference(forms)
+        text = "\n".join(forms).encode()
+        everyones = self._exchange("distribute a model", [len(forms), zlib.crc32(text)])
+        if any(each != everyones[0] for each in everyones):
+            self._name_difference([each.decode().split("\n") for each in self.between.exchange("compare models", text)])
         for tensor in tensors:
             tensor.copy_(self.between.broadcast(tensor))
 
-    def _name_difference(self, forms: Sequence[str]) -> None:
+    def _name_difference(self, everyones: Sequence[Sequence[str]]) -> None:
         """Says what is first different in the models of two workers."""
-        text = torch.frombuffer(bytearray("\n".join(forms).encode() or b"\n"), dtype=torch.uint8)
-        everyones = [bytes(each.tolist()).decode().split("\n") for each in self.between.all_gather(text)]
         for name, theirs in zip(self._names, everyones, strict=True):
             pairs = zip(everyones[0], theirs, strict=False)
             for position, (first, other) in enumerate(pairs):
@@ -169,7 +165,7 @@ class Workers:
     def is_any(self, has_data: bool) -> bool:
         """Whether any worker has data; all ask at the same time."""
         self._doing = "ask for the next batch"
-        return bool(self.between.gather_rows(torch.tensor([int(has_data)])).any())
+        return any(each[0] for each in self._exchange("ask for a batch", [int(has_data)]))
 
     def everyones(self, value: PerReplica) -> PerReplica:
         """The values of the replicas of all workers, which all give theirs at the same time."""
@@ -180,20 +176,15 @@ class Workers:
             header += [count, _DTYPES.index(each.dtype), each.dim(), *each.shape]
         payload = b"".join(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in tensors)
         packed = struct.pack(f"<i{len(header)}q", len(header), *header) + payload
-        joined = [_unpack(each) for each in self._exchange_bytes(packed)]
+        joined = [_unpack(each) for each in self.between.exchange("join results", packed)]
         counted = all(has_counts for _, _, has_counts in joined)
         values = [tensor for each, _, _ in joined for tensor in each]
         return PerReplica(values, tuple(count for _, counts, _ in joined for count in counts) if counted else None)
 
-    def _exchange_bytes(self, packed: bytes) -> list[bytes]:
-        """What each worker has to say; short texts travel in one exchange."""
-        row = struct.pack("<q", len(packed)) + packed[:_INLINE_BYTES].ljust(_INLINE_BYTES, b"\0")
-        rows = self.between.gather_rows(torch.frombuffer(bytearray(row), dtype=torch.uint8))
-        lengths = [struct.unpack("<q", bytes(each[:8].tolist()))[0] for each in rows]
-        if max(lengths) <= _INLINE_BYTES:
-            return [bytes(each[8 : 8 + length].tolist()) for each, length in zip(rows, lengths, strict=True)]
-        whole = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        return [each.numpy().tobytes() for each in self.between.all_gather(whole)]
+    def _exchange(self, what: str, numbers: Sequence[int]) -> list[list[int]]:
+        """The few numbers of each worker."""
+        rows = self.between.exchange(what, struct.pack(f"<{len(numbers)}q", *numbers))
+        return [list(struct.unpack(f"<{len(row) // 8}q", row)) for row in rows]
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this worker cannot go on."""
@@ -202,6 +193,8 @@ class Workers:
 
     def explain(self, error: CollectiveError) -> StratagemError:
         """What is behind an error: that a connection broke is a symptom, and why is known a moment later."""
+        if isinstance(error, MismatchError):
+            return WorkerError(f"workers do not do the same: {error}")
         deadline = time.monotonic() + _PATIENCE_S
         while self._membership.lost is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)

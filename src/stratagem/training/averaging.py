@@ -43,8 +43,8 @@ class ExponentialMovingAverage(torch.nn.Module):
         >>> weight = torch.tensor([1.0])
         >>> ema = ExponentialMovingAverage(0.75).apply([("weight", weight)])
         >>> _ = weight.fill_(5.0)
-        >>> ema.apply().average(weight)
-        tensor([2.])
+        >>> ema.apply().average(weight).item()
+        2.0
     """
 
     decay: float
@@ -135,7 +135,7 @@ class ExponentialMovingAverage(torch.nn.Module):
         return self
 
     def average(self, variable: torch.Tensor) -> torch.Tensor:
-        """The average of a variable: the tensor that later calls of `apply` go on changing.
+        """The average of a variable: the parameter, without gradients, that later calls of `apply` go on changing.
 
         Raises:
             StrategyError: `apply` has not been called for this variable.

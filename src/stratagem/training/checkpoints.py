@@ -98,6 +98,15 @@ def save_checkpoint(folder: str | os.PathLike[str], step: int, state: Mapping[st
     return str(path)
 
 
+def require_keepable(state: Mapping[str, Any]) -> None:
+    """Refuses a state with something in it that a checkpoint cannot keep.
+
+    Raises:
+        CheckpointError: It has.
+    """
+    _Writer().encode(dict(state), "state")
+
+
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The state in a checkpoint, after its checksums have been compared.
 

@@ -122,8 +122,8 @@ class Estimator:
             if value is not None:
                 require_count(name, value)
         self._require_outside("train")
-        found = self._find(None, self.config.train_distribute)
-        step = step_in(found)
+        pending = [self._find(None, self.config.train_distribute)]
+        step = step_in(pending[0])
         last_step = step + steps if steps is not None else max_steps
         if last_step is not None and step >= last_step:
             _log.info("the model has been trained for %d steps already", step)
@@ -131,17 +131,15 @@ class Estimator:
         restarts, begun = Restarts(self.config), list[SessionRunHook]()
         while True:
             try:
-                self._train(input_fn, hooks, last_step, saving_listeners, found, begun)
+                self._train(input_fn, hooks, last_step, saving_listeners, pending, begun)
                 return self
             except LostError as error:
                 num_left = restarts.num_left_after(error)
+                self._revive(error)
                 cause = str(error)
-            for strategy in (self.config.train_distribute, self.config.eval_distribute):
-                if strategy is not None:
-                    strategy.revive()
-            found = self._find(None, self.config.train_distribute)
+            pending = [self._find(None, self.config.train_distribute)]
             warn_caller(
-                f"{cause}. Training is restarted from step {step_in(found)}; "
+                f"{cause}. Training is restarted from step {step_in(pending[0])}; "
                 f"{num_left} of {self.config.max_restarts} restarts are left",
                 StratagemWarning,
             )
@@ -152,12 +150,22 @@ class Estimator:
         hooks: Sequence[SessionRunHook],
         last_step: int | None,
         listeners: Sequence[CheckpointSaverListener],
-        found: State | None,
+        pending: list[State | None],
         begun: list[SessionRunHook],
     ) -> None:
-        """Trains until the end, or until something is lost."""
+        """Trains until the end, or until something is lost.
+
+        Args:
+            input_fn: Returns the data.
+            hooks: Those of the user.
+            last_step: Where to end.
+            listeners: Who is told of checkpoints.
+            pending: The checkpoint to start from; taken out, so that it does not stay in memory as long as this lasts.
+            begun: Hooks that have begun.
+        """
         with contextlib.ExitStack() as stack:
             strategy = self.config.train_distribute or get_strategy()
+            found = pending.pop()
             try:
                 session = self._opener.open(ModeKeys.TRAIN, input_fn, strategy, found, stack)
             except InputUsedUpError:
@@ -165,6 +173,7 @@ class Estimator:
                 return
             if found is None and self.config.restart == FROM_CHECKPOINT:
                 session.save(finished=False)
+            del found
             ours = [*hooks, *session.model.hooks]
             if self.config.log_step_count_steps:
                 ours.append(LoggingTensorHook(every_n_iter=self.config.log_step_count_steps))
@@ -206,6 +215,7 @@ class Estimator:
             stack.enter_context(random_state_kept())
             strategy = self.config.eval_distribute or get_strategy()
             session = self._opener.open(ModeKeys.EVAL, input_fn, strategy, found, stack)
+            del found  # the model has it
             self._require_end(session, steps)
             evaluation = session.model.evaluation()
             for number, (batch, results) in enumerate(_begun(session, [*hooks, *session.model.hooks]), 1):
@@ -255,6 +265,7 @@ class Estimator:
             strategy = self.config.eval_distribute or get_strategy()
             with random_state_kept():
                 session = self._opener.open(ModeKeys.PREDICT, input_fn, strategy, found, stack)
+            del found
             for _, results in _begun(session, [*hooks, *session.model.hooks]):
                 predictions = chosen(session.model.predictions(results), predict_keys)
                 yield from rows(predictions) if singly else (predictions,)
@@ -302,6 +313,16 @@ class Estimator:
             raise EstimatorError(f"{self.model_dir!r} has no checkpoint; call train first")
         weights: dict[str, Any] = found[1]["module"]
         return weights
+
+    def _revive(self, lost: LostError) -> None:
+        """Lets strategies have new processes in the place of those that they lost."""
+        try:
+            for strategy in (self.config.train_distribute, self.config.eval_distribute):
+                if strategy is not None:
+                    strategy.revive()
+        except StrategyError as refusal:
+            lost.add_note(f"it cannot be restarted from here: {refusal}")
+            raise lost from None
 
     def _finish(self, found: State | None) -> None:
         """Brings a training to its end that was cut short after its last batch, before it could do so itself."""

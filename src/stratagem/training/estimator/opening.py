@@ -10,7 +10,7 @@ from stratagem._caller import warn_caller
 from stratagem.errors import EstimatorError, StratagemWarning
 from stratagem.inputs.loading import random_state_kept
 from stratagem.strategies.strategy import Strategy
-from stratagem.training.checkpoints import checkpoint_path, save_checkpoint
+from stratagem.training.checkpoints import checkpoint_path, require_keepable, save_checkpoint
 from stratagem.training.estimator import random_state, states
 from stratagem.training.estimator.feed import Feed, example_of
 from stratagem.training.estimator.models import Batch, Maker, Model
@@ -93,7 +93,10 @@ class Opener:
             finally:
                 session.agree(True)  # nobody goes on before it is there
 
-        return Session(strategy, model, feed, first, position, step_in(found), save)
+        session = Session(strategy, model, feed, first, position, step_in(found), save)
+        if mode == ModeKeys.TRAIN:
+            require_keepable(states.state_of(session, structure, finished=False))  # not hours later, at the first save
+        return session
 
     def build(self, mode: ModeKeys, features: Any, labels: Any, strategy: Strategy) -> Model:
         """The model for an example of what it is given."""

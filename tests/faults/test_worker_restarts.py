@@ -1,0 +1,36 @@
+"""A worker that dies is started again with all others, and the job goes on from the last checkpoint."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tests.faults import estimator_program
+
+ROOT = Path(__file__).parents[2]
+
+
+def train(folder: Path, *options: str, die: bool) -> str:
+    folder.mkdir()
+    command = [sys.executable, "-m", "stratagem", "run", "--workers", "2", *options]
+    program = [estimator_program.__file__, str(folder), *(["die"] if die else [])]
+    done = subprocess.run([*command, *program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / f"model.ckpt-{estimator_program.NUM_STEPS}" / "tensors.safetensors")
+
+
+def test_a_job_goes_on_from_the_last_checkpoint_to_the_very_same_weights(tmp_path: Path) -> None:
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    assert train(undisturbed, die=False) == ""
+    told = train(disturbed, "--max-restarts", "1", die=True)
+    assert (disturbed / "died").exists()
+    assert "worker/1 was killed by SIGKILL; starting all tasks again (restart 1 of 1)" in told
+    expected = weights(undisturbed)
+    for name, value in weights(disturbed).items():
+        assert torch.equal(value, expected[name]), name

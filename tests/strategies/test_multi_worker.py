@@ -1,0 +1,125 @@
+"""MultiWorkerMirroredStrategy beside its training: who takes part, what is refused, what each worker sees."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem.cluster import token
+from stratagem.cluster.simple import SimpleResolver
+from stratagem.errors import ClusterJoinError, StrategyError
+from tests.cluster.tasks import TaskProcess, free_ports, workers
+
+
+@pytest.fixture(autouse=True)
+def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token.create(tmp_path / "token")
+    monkeypatch.setenv("STRATAGEM_TOKEN_FILE", str(tmp_path / "token"))
+
+
+def tf_config(monkeypatch: pytest.MonkeyPatch, cluster: dict[str, Any], job: str, index: int) -> None:
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": job, "index": index}}))
+
+
+def test_without_a_cluster_it_is_the_only_worker(four_cpus: None) -> None:
+    with sg.MultiWorkerMirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        assert strategy.cluster_resolver is None
+        assert strategy.num_replicas_in_sync == 2
+        assert strategy.is_chief
+        with strategy.scope():
+            model = torch.nn.Linear(2, 1)
+        assert strategy.gather(strategy.run(lambda: model.weight.sum().reshape(1))).shape == (2,)
+
+
+def test_a_cluster_of_one_worker_needs_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1)
+    tf_config(monkeypatch, {"worker": [f"127.0.0.1:{port}"], "ps": ["127.0.0.1:1"]}, "worker", 0)
+    with sg.MultiWorkerMirroredStrategy(["cpu:0"]) as strategy:
+        assert strategy.num_replicas_in_sync == 1
+        assert strategy.cluster_resolver.task_type == "worker"
+
+
+def test_other_jobs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tf_config(monkeypatch, {**workers(2), "ps": ["127.0.0.1:1"]}, "ps", 0)
+    with pytest.raises(StrategyError, match="for tasks of the jobs chief and worker, and this is ps"):
+        sg.MultiWorkerMirroredStrategy(["cpu:0"])
+
+
+def test_a_worker_that_never_comes_is_named() -> None:
+    cluster = workers(2)
+    with pytest.raises(ClusterJoinError) as caught:
+        sg.MultiWorkerMirroredStrategy(
+            ["cpu:0"], cluster_resolver=SimpleResolver(cluster, task_type="worker", task_id=0), join_timeout_s=0.5
+        )
+    assert f"worker/1 ({cluster['worker'][1]}) has not come after 0.5 s" in str(caught.value)
+    assert "join_timeout_s" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["stall_timeout_s", "join_timeout_s", "worker_timeout_s"])
+def test_times_are_checked(name: str) -> None:
+    with pytest.raises(StrategyError, match=f"{name} is a number of seconds above 0, got -1"):
+        sg.MultiWorkerMirroredStrategy(["cpu:0"], **{name: -1})
+
+
+def test_a_resolver_is_checked() -> None:
+    with pytest.raises(StrategyError, match=r"one of sg\.cluster's resolvers, got 'TF_CONFIG'"):
+        sg.MultiWorkerMirroredStrategy(["cpu:0"], cluster_resolver="TF_CONFIG")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[TaskProcess]]:
+    """Two workers, the first with two replicas and the second with one."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        path = tmp_path_factory.mktemp("cluster") / "token"
+        token.create(path)
+        patch.setenv("STRATAGEM_TOKEN_FILE", str(path))
+        program, cluster = "tests.faults.worker_program", workers(2)
+        tasks = [stack.enter_context(contextlib.closing(TaskProcess(program=program))) for _ in range(2)]
+        for index, task in enumerate(tasks):
+            task.send(f"begin({cluster!r}, {index}, num_replicas={2 - index})")
+        for task in tasks:
+            assert task.value() == "begun"
+        yield tasks
+
+
+def ask_both(tasks: list[TaskProcess], expression: str) -> list[Any]:
+    for task in tasks:
+        task.send(expression)
+    return [task.value() for task in tasks]
+
+
+def test_each_worker_knows_its_place(two: list[TaskProcess]) -> None:
+    assert ask_both(two, "worker.strategy.num_replicas_in_sync") == [3, 3]
+    assert ask_both(two, "list(worker.strategy.replicas_here)") == [[0, 1], [2]]
+    assert ask_both(two, "worker.strategy.is_chief") == [True, False]
+    assert ask_both(two, "worker.strategy.global_rank") == [0, 2]
+    assert ask_both(two, "worker.strategy.cluster_resolver.task_id") == [0, 1]
+
+
+def test_workers_of_different_size_train_as_one(two: list[TaskProcess]) -> None:
+    first, second = ask_both(two, "train(3)")
+    assert first == second
+    assert ask_both(two, "weights()")[0] == ask_both(two, "weights()")[1]
+
+
+def test_results_of_all_replicas_come_to_every_worker(two: list[TaskProcess]) -> None:
+    run = "worker.strategy.run(lambda: torch.ones(2) * sg.get_replica_context().replica_id_in_sync_group)"
+    assert ask_both(two, f"worker.strategy.gather({run}).tolist()") == [[0, 0, 1, 1, 2, 2]] * 2
+    assert ask_both(two, f"worker.strategy.reduce('sum', {run}).tolist()") == [[3, 3]] * 2
+    assert ask_both(two, f"len(worker.strategy.local_results({run}))") == [2, 1]
+    large = run.replace("torch.ones(2)", "torch.ones(1000)")
+    assert ask_both(two, f"worker.strategy.reduce('max', {large}).sum().item()") == [2000.0] * 2
+
+
+def test_replicas_exchange_tensors_across_workers(two: list[TaskProcess]) -> None:
+    context = "sg.get_replica_context()"
+    own = f"torch.tensor([{context}.replica_id_in_sync_group + 1.0])"
+    run = f"worker.strategy.run(lambda: {context}.all_reduce('sum', {own}))"
+    assert ask_both(two, f"worker.strategy.gather({run}).tolist()") == [[6.0] * 3] * 2
+    run = f"worker.strategy.run(lambda: {context}.all_gather({own}))"
+    assert ask_both(two, f"worker.strategy.gather({run}).tolist()") == [[1.0, 2.0, 3.0] * 3] * 2
