@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stratagem import estimator as estimator
     from stratagem.cluster import ClusterSpec as ClusterSpec
     from stratagem.cluster import Server as Server
+    from stratagem.cluster.ray_cluster import RayCluster as RayCluster
     from stratagem.devices import DeviceSpec as DeviceSpec
     from stratagem.devices import LogicalDevice as LogicalDevice
     from stratagem.devices import OutOfMemoryError as OutOfMemoryError
@@ -55,6 +56,7 @@ _NAMES = {
     "OutOfMemoryError": "devices",
     "PerReplica": "replicas.values",
     "PhysicalDevice": "devices",
+    "RayCluster": "cluster.ray_cluster",
     "Server": "cluster",
     "StratagemError": "errors",
     "Strategy": "strategies.strategy",

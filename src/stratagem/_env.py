@@ -4,9 +4,10 @@ Owns the names of the variables. What a value means is decided by the part that 
 variables are read when they are needed, never at import, so that a program may set them first.
 """
 
+import contextlib
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 SIMULATE = "STRATAGEM_SIMULATE"
 DEVICES = "STRATAGEM_DEVICES"
@@ -32,6 +33,10 @@ TORCHRUN = (
 )
 KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
 SLURM_PREFIX = "SLURM_"
+RAY_ADDRESS = "RAY_ADDRESS"
+RAY_AUTH_MODE = "RAY_AUTH_MODE"
+RAY_TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+RAY_ON_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 _PREFIX = "STRATAGEM_"
 _OWN = (SIMULATE, DEVICES, TOKEN_FILE, PORT, NUM_TASKS, SERVICE)
@@ -72,6 +77,21 @@ def kubernetes() -> dict[str, str]:
     return _those_set(KUBERNETES)
 
 
+def ray_address() -> str | None:
+    """The Ray cluster that this program belongs to."""
+    return os.environ.get(RAY_ADDRESS)
+
+
+def ray_auth_mode() -> str | None:
+    """Whether Ray asks for a token, if somebody has said so."""
+    return os.environ.get(RAY_AUTH_MODE)
+
+
+def has_ray_token() -> bool:
+    """Whether the environment says which token Ray takes."""
+    return bool(_those_set(RAY_TOKEN))
+
+
 def token_file() -> str | None:
     """Where the secret of the cluster is; never the secret itself."""
     return os.environ.get(TOKEN_FILE)
@@ -103,6 +123,23 @@ def for_process(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
+def changed(environment: Mapping[str, str]) -> dict[str, str | None]:
+    """What the environment of a process to be started has that this one's has not; `None` for what it leaves out."""
+    different = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+    return {**different, **{name: None for name in os.environ if name not in environment}}
+
+
+@contextlib.contextmanager
+def with_changes(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Inside the block, the environment of this process with changes, for processes that a library starts."""
+    before = {name: os.environ.get(name) for name in changes}
+    _change(changes)
+    try:
+        yield
+    finally:
+        _change(before)
+
+
 def use_torch_for_keras() -> None:
     """Makes Keras, if it is imported later, run on torch: in children, whose program has chosen torch for it."""
     os.environ[KERAS_BACKEND] = "torch"
@@ -112,6 +149,14 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> list[tuple[str, str
     """Variables with stratagem's prefix that nothing reads, each with the likeliest meant one."""
     strangers = sorted(name for name in environment if name.startswith(_PREFIX) and name not in _OWN)
     return [(name, difflib.get_close_matches(name, _OWN, n=1, cutoff=0.0)[0]) for name in strangers]
+
+
+def _change(changes: Mapping[str, str | None]) -> None:
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _those_set(names: Iterable[str]) -> dict[str, str]:

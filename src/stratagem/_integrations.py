@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import Any, final
 
 _INTEGRATIONS = {"keras": "stratagem.training.keras_fit"}
+# What children of a program that uses such a library need of it.
+_IN_CHILDREN = {"keras": ("stratagem.training.keras_wire", "stratagem.training.keras_steps")}
 
 
 def connect() -> None:
@@ -21,6 +23,11 @@ def connect() -> None:
             _install(library)
     if _imports not in sys.meta_path and not sys.modules.keys() >= _INTEGRATIONS.keys():
         sys.meta_path.insert(0, _imports)
+
+
+def modules_for_children() -> list[str]:
+    """What to import once, before children are forked, rather than in each of them."""
+    return [module for library in _IN_CHILDREN if library in sys.modules for module in _IN_CHILDREN[library]]
 
 
 def _install(library: str) -> None:

@@ -111,6 +111,14 @@ class WorkerStalledError(WorkerError):
     """A worker lives, but has not come to where the others wait for it."""
 
 
+class ClusterResourcesError(ClusterError, RuntimeError):
+    """Ray does not have what the workers need."""
+
+
+class RayMissingError(ClusterError, ImportError):
+    """Ray is not installed, or too old."""
+
+
 class ClusterTimeoutError(ClusterError, TimeoutError):
     """What a task waited for did not come in time."""
 

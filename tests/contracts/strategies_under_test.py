@@ -30,7 +30,7 @@ def alone(make: Callable[[], sg.Strategy]) -> MakeStrategy:
     return lambda request, folder: make()
 
 
-def workers(num_replicas: int) -> MakeStrategy:
+def workers(num_replicas: int, cross_device_ops: str = "auto") -> MakeStrategy:
     """This program as the first of two workers with so many replicas each."""
 
     @contextlib.contextmanager
@@ -49,6 +49,7 @@ def workers(num_replicas: int) -> MakeStrategy:
                 sg.MultiWorkerMirroredStrategy(
                     devices,
                     cluster_resolver=SimpleResolver(cluster, task_type="worker", task_id=index),
+                    cross_device_ops=cross_device_ops,
                     worker_timeout_s=_PATIENCE_S,
                     join_timeout_s=_PATIENCE_S,
                 )

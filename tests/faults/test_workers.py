@@ -77,7 +77,7 @@ def test_a_worker_that_dies_or_stops_in_a_step_is_named_to_the_other(number: sig
         time.sleep(0.5)  # somewhere in a step, or between two
         tasks[victim].signal(number)
         outcome = tasks[1 - victim].value()
-    assert outcome[1] == "TaskLostError"
+    assert outcome[1] == "TaskLostError", outcome[:3]
     assert f"worker/{victim} (127.0.0.1:" in outcome[2]
     assert f"pid {tasks[victim].pid} " in outcome[2]
     assert_whole([outcome[0] + 3, *outcome[1:]])

@@ -63,15 +63,11 @@ def train(num_steps: int, fail_in: int | None = None) -> list[float]:
     strategy, losses = worker.strategy, []
     for number in range(num_steps):
         (distributed,) = strategy.distribute([batch(worker.num_steps + number)])
-        losses.append(strategy.reduce("mean", strategy.run(step, args=(*distributed, fail_in))).item())
-        done(number)
+        loss = strategy.run(step, args=(*distributed, fail_in))
+        worker.last_step = number
+        losses.append(strategy.reduce("mean", loss).item())
     worker.num_steps += num_steps
     return losses
-
-
-def done(number: int) -> None:
-    """Tells the test, which waits for it, that a step is over."""
-    worker.last_step = number
 
 
 def train_until_failure() -> list[Any]:

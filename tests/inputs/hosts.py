@@ -32,6 +32,9 @@ class FakeHost:
         self._others_have_data = iter(others_have_data)
         self.calls: list[str] = []
 
+    def draw_alike(self) -> None:
+        pass
+
     def is_any(self, has_data: bool) -> bool:
         return next(self._others_have_data, False) or has_data
 

@@ -106,6 +106,9 @@ def test_an_optimizer_can_work_where_variables_are_kept() -> None:
         optimizers[1].step()
         for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(ours, theirs)
+        with torch.no_grad():  # what the program writes in between counts
+            for each in (*model.parameters(), *other.parameters()):
+                each.add_(1.0)
     assert len(optimizers[0].state) == 6
 
 

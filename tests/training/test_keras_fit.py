@@ -11,49 +11,47 @@ import torch
 
 import stratagem as sg
 from stratagem.errors import StrategyError
-from tests.training.keras_models import Halved, Twice
+from tests.training.keras_models import AlwaysDropped, Halved, Twice
+from tests.training.keras_runs import ARRAYS, LABELS, WEIGHTS, X, Y, assert_equal, build, compiled, sequential
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
-RANDOM = np.random.default_rng(0)
-X = RANDOM.normal(size=(50, 4)).astype("float32")  # batches of 16: the last has 2
-Y = (X @ RANDOM.normal(size=(4, 2)) + 0.1 * RANDOM.normal(size=(50, 2))).astype("float32")
-LABELS = (Y[:, 0] > 0).astype("int64")
-WEIGHTS = RANDOM.uniform(0.5, 2, size=50).astype("float32")
 
-
-@pytest.fixture(scope="module", params=[2, 3], ids=["two", "three"])
-def strategy(request: pytest.FixtureRequest, four_cpus: None) -> Iterator[sg.Strategy]:
-    with sg.MirroredStrategy([f"cpu:{number}" for number in range(request.param)]) as made:
+@pytest.fixture(scope="module")
+def strategy(four_cpus: None) -> Iterator[sg.Strategy]:
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as made:
         made.run(int)
         yield made
 
 
-def functional(**compiled: Any) -> Any:
+@pytest.fixture(scope="module")
+def three_replicas(four_cpus: None) -> Iterator[sg.Strategy]:
+    with sg.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]) as made:
+        made.run(int)
+        yield made
+
+
+def functional(**options: Any) -> Any:
     inputs = keras.Input((4,))
     hidden = keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2")(inputs)
     model = keras.Model(inputs, keras.layers.Dense(2)(hidden))
-    return _compiled(model, **compiled)
+    return compiled(model, **options)
 
 
-def sequential(**compiled: Any) -> Any:
-    return _compiled(keras.Sequential([keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(2)]), **compiled)
+def subclassed(**options: Any) -> Any:
+    return compiled(Halved(), **options)
 
 
-def subclassed(**compiled: Any) -> Any:
-    return _compiled(Halved(), **compiled)
+def custom_step(**options: Any) -> Any:
+    return compiled(Twice(), **options)
 
 
-def custom_step(**compiled: Any) -> Any:
-    return _compiled(Twice(), **compiled)
-
-
-def normalized(**compiled: Any) -> Any:
+def normalized(**options: Any) -> Any:
     layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(synchronized=sg.has_strategy())]
-    return _compiled(keras.Sequential([*layers, keras.layers.Dense(2)]), **compiled)
+    return compiled(keras.Sequential([*layers, keras.layers.Dense(2)]), **options)
 
 
-def several(**compiled: Any) -> Any:
+def several(**options: Any) -> Any:
     first, second = keras.Input((4,), name="first"), keras.Input((4,), name="second")
     joined = keras.layers.Concatenate()([first, second])
     outputs = {
@@ -65,21 +63,15 @@ def several(**compiled: Any) -> Any:
         loss={"small": "mse", "large": "mae"},
         loss_weights={"small": 0.3, "large": 1.0},
         metrics={"large": ["mse"]},
-        **compiled,
+        **options,
     )
     return model
 
 
-def classifier(**compiled: Any) -> Any:
+def classifier(**options: Any) -> Any:
     model = keras.Sequential([keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1, activation="sigmoid")])
     metrics = ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
-    model.compile(loss="binary_crossentropy", optimizer="adam", metrics=metrics, **compiled)
-    return model
-
-
-def _compiled(model: Any, **compiled: Any) -> Any:
-    given = {"loss": "mse", "optimizer": keras.optimizers.SGD(0.05, momentum=0.9), "metrics": ["mae"]} | compiled
-    model.compile(**given)
+    model.compile(loss="binary_crossentropy", optimizer="adam", metrics=metrics, **options)
     return model
 
 
@@ -101,8 +93,6 @@ def endless() -> Iterator[Any]:
         for start in range(0, 50, 16):
             yield X[start : start + 16], Y[start : start + 16]
 
-
-ARRAYS: dict[str, Any] = {"x": X, "y": Y, "batch_size": 16, "shuffle": False}
 
 CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "functional": (functional, {}, ARRAYS),
@@ -152,26 +142,11 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def fit(make: Callable[..., Any], compiled: dict[str, Any], given: dict[str, Any], strategy: sg.Strategy | None) -> Any:
-    keras.utils.set_random_seed(1)
-    if strategy is None:
-        model = make(**compiled)
-    else:
-        with strategy.scope():
-            model = make(**compiled)
+def fit(make: Callable[..., Any], options: dict[str, Any], given: dict[str, Any], strategy: sg.Strategy | None) -> Any:
+    model = build(lambda: make(**options), strategy)
     given = {key: value() if callable(value) else value for key, value in given.items()}
     keras.utils.set_random_seed(2)
     return model, model.fit(epochs=3, verbose=0, **given).history
-
-
-def assert_equal(got: tuple[Any, Any], expected: tuple[Any, Any], rtol: float = 2e-5) -> None:
-    (model, history), (plain, plain_history) = got, expected
-    assert history.keys() == plain_history.keys()
-    for name, values in plain_history.items():
-        np.testing.assert_allclose(history[name], values, rtol=rtol, atol=rtol / 10, err_msg=name)
-    for ours, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=rtol / 10)
-    assert int(model.optimizer.iterations) == int(plain.optimizer.iterations)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -179,6 +154,13 @@ def test_fit_is_that_of_one_device(strategy: sg.Strategy, case: str) -> None:
     # Of the two examples in the last batch normalization makes two signs, which hang on the last digit.
     rtol = 1e-3 if case == "normalized" else 2e-5
     assert_equal(fit(*CASES[case], strategy), fit(*CASES[case], None), rtol)
+
+
+@pytest.mark.parametrize(
+    "case", ["own train_step", "sample weights", "more metrics", "several inputs and outputs", "generator", "averaged"]
+)
+def test_fit_on_three_replicas_is_that_of_one_device(three_replicas: sg.Strategy, case: str) -> None:
+    assert_equal(fit(*CASES[case], three_replicas), fit(*CASES[case], None))
 
 
 def test_evaluate_and_predict_are_those_of_one_device(strategy: sg.Strategy) -> None:
@@ -191,30 +173,6 @@ def test_evaluate_and_predict_are_those_of_one_device(strategy: sg.Strategy) -> 
         np.testing.assert_allclose(predicted, plain.predict(X, batch_size=batch_size, verbose=0), atol=1e-5)
     assert model.train_on_batch(X, LABELS) == pytest.approx(plain.train_on_batch(X, LABELS), rel=1e-4)
     assert model.test_on_batch(X, LABELS) == pytest.approx(plain.test_on_batch(X, LABELS), rel=1e-4)
-
-
-def test_callbacks_act_once_and_what_they_change_reaches_the_replicas(strategy: sg.Strategy, tmp_path: Path) -> None:
-    ends: dict[str, list[int]] = {"ours": [], "theirs": []}
-
-    def callbacks(name: str) -> list[Any]:
-        folder = tmp_path / name
-        folder.mkdir()
-        return [
-            keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=0, min_delta=10),
-            keras.callbacks.EarlyStopping(monitor="loss", patience=2, min_delta=10, restore_best_weights=True),
-            keras.callbacks.ModelCheckpoint(folder / "{epoch}.keras"),
-            keras.callbacks.CSVLogger(folder / "log.csv"),
-            keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, _: ends[name].append(epoch)),
-        ]
-
-    make, compiled, given = CASES["sequential, built by fit"]
-    ours = fit(make, compiled, given | {"callbacks": callbacks("ours")}, strategy)
-    theirs = fit(make, compiled, given | {"callbacks": callbacks("theirs")}, None)
-    assert_equal(ours, theirs)
-    assert ends["ours"] == ends["theirs"]
-    assert len((tmp_path / "ours/log.csv").read_text().splitlines()) == len(ours[1]["loss"]) + 1
-    loaded = keras.models.load_model(tmp_path / "ours/1.keras")
-    assert len(loaded.get_weights()) == 4
 
 
 def test_models_are_saved_loaded_and_cloned(strategy: sg.Strategy, tmp_path: Path) -> None:
@@ -264,20 +222,14 @@ def test_frozen_layers_stay_and_train_when_thawed(strategy: sg.Strategy) -> None
     assert_equal(train(strategy), train(None))
 
 
-def test_replicas_drop_different_units(strategy: sg.Strategy) -> None:
+def test_replicas_drop_different_units_and_others_in_the_next_step(strategy: sg.Strategy) -> None:
     with strategy.scope():
-        model = keras.Sequential([keras.layers.Dropout(0.5, seed=1)])
-        model.compile(loss=lambda _, kept: keras.ops.sum(kept) * 0, optimizer="sgd")
+        model = keras.Sequential([AlwaysDropped()])
 
-    seen = strategy.local_results(strategy.run(_dropped, args=(model,)))
-    assert not torch.equal(seen[0], seen[1])
-
-
-def _dropped(model: Any) -> torch.Tensor:
-    from stratagem.training import keras_steps
-
-    with keras_steps._shared_state(model, torch.ones(1, 64)):
-        return model(torch.ones(1, 64), training=True)
+    ones = np.ones((strategy.num_replicas_in_sync, 64))
+    first, second = (model.predict(ones, verbose=0) for _ in range(2))
+    assert not np.array_equal(first[0], first[1])
+    assert not np.array_equal(first, second)
 
 
 def test_model_made_outside_the_scope_is_refused(strategy: sg.Strategy) -> None:

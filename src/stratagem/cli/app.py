@@ -8,14 +8,14 @@ import typer
 
 from stratagem import __version__
 from stratagem.cli.devices import devices
-from stratagem.cli.run import SETTINGS, run
+from stratagem.cli.run import SETTINGS, RunCommand, run
 from stratagem.errors import StratagemError
 
 _USER_ERROR = 2
 
 app = typer.Typer(name="stratagem", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(devices)
-app.command(context_settings=SETTINGS)(run)
+app.command(cls=RunCommand, context_settings=SETTINGS)(run)
 
 
 def _show_version(wanted: bool) -> None:

@@ -9,9 +9,10 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from stratagem import _env
 from stratagem.cluster.launch.program import Program
@@ -32,6 +33,25 @@ _SHOWN = re.compile(r"all|([0-9]+|(chief|worker|ps|evaluator)/[0-9]+)(,([0-9]+|(
 _in_cluster = functools.partial(typer.Option, rich_help_panel="Cluster")
 _in_output = functools.partial(typer.Option, rich_help_panel="Output")
 _in_machines = functools.partial(typer.Option, rich_help_panel="Several machines")
+_in_ray = functools.partial(typer.Option, rich_help_panel="Ray")
+
+_RAY_ADDRESS = re.compile(r"auto|ray://\S+|[^\s/]+:[0-9]+")
+
+
+class RunCommand(TyperCommand):
+    """Lets --ray be followed by an address, or by something else."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Writes `--ray ADDRESS` as `--ray=ADDRESS`, and `--ray` alone as `--ray=`, in what is not the program's."""
+        alone = {name for each in self.params if getattr(each, "is_flag", False) for name in each.opts}
+        place = 0
+        while place < len(args) and args[place].startswith("-") and args[place] != "--":
+            if args[place] == "--ray":
+                address = args[place + 1 : place + 2]
+                has_address = bool(address and _RAY_ADDRESS.fullmatch(address[0]))
+                args[place : place + 1 + has_address] = [f"--ray={address[0] if has_address else ''}"]
+            place += 1 if args[place] in alone or "=" in args[place] else 2
+        return super().parse_args(ctx, args)
 
 
 def run(
@@ -78,6 +98,16 @@ def run(
     rdzv_endpoint: Annotated[str, _in_machines(metavar="HOST:PORT", help="Where machine 0 awaits the others.")] = "",
     local_addr: Annotated[str, _in_machines(metavar="HOST", help="By which others reach this machine.")] = "",
     join_timeout: Annotated[float, _in_machines(metavar="S", help="Seconds to wait for all machines.")] = 60.0,
+    ray: Annotated[
+        str | None,
+        _in_ray(
+            metavar="[ADDRESS]",
+            help="Let Ray start the tasks: at host:port, at auto (one on this machine), or without an address in a "
+            "new Ray of this machine alone. By default one worker on each of its machines.",
+        ),
+    ] = None,
+    cpus_per_worker: Annotated[float | None, _in_ray(metavar="N", help="What Ray reserves for each task.")] = None,
+    gpus_per_worker: Annotated[float | None, _in_ray(metavar="N", help="The same for GPUs.")] = None,
 ) -> None:
     """Run a program on the devices named, as one process or as the tasks of a cluster.
 
@@ -92,7 +122,9 @@ def run(
     if program is None:
         raise LaunchError("no program was named; write stratagem run [OPTIONS] PROGRAM [ARGS]...")
     named = Program(program, tuple(arguments or ()), is_module=module)
-    in_cluster = workers is not None or ps or chief or evaluator or nnodes != 1
+    in_cluster = workers is not None or ps or chief or evaluator or nnodes != 1 or ray is not None
+    if ray is None and (cpus_per_worker is not None or gpus_per_worker is not None):
+        raise LaunchError("--cpus-per-worker and --gpus-per-worker go with --ray; devices are named with --devices")
     if not (only_says or in_cluster or max_restarts or log_dir or show or verbose):
         _execute(named, devices)
     # Imported here, for torch takes over a second and a program that is merely executed must not wait for it.
@@ -112,13 +144,19 @@ def run(
         machine=Machine(node_rank, nnodes, rdzv_endpoint, local_addr, join_timeout),
     )
     screen = _screen("all" if verbose else show)
-    plan = make_plan(order, this_process())
+    if ray is not None:
+        from stratagem.cluster.launch.ray import RayLauncher, RayOrder, make_ray_plan
+
+        asked = RayOrder(ray or None, cpus_per_worker, gpus_per_worker, join_timeout)
+    plan = make_plan(order, this_process()) if ray is None else make_ray_plan(order)
     if only_says:
         _tell(plan, screen, why=explain, as_json=as_json)
         return
     patience = Patience(grace_s=grace, evaluator_s=evaluator_grace)
-    launcher = LocalLauncher(screen, say=_say, log_dir=log_dir, patience=patience)
-    outcome = launcher.launch(plan)
+    if ray is None:
+        outcome = LocalLauncher(screen, say=_say, log_dir=log_dir, patience=patience).launch(plan)
+    else:
+        outcome = RayLauncher(screen, asked, say=_say, log_dir=log_dir, patience=patience).launch(order)
     if outcome.stopped_by is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is ending already
     _report(outcome)

@@ -260,6 +260,7 @@ class Follower:
             await asyncio.wait(self._tasks[:1], timeout=_PATIENCE_S)
         for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # one of them may be reading
         self._give_up("this task has left the cluster")
         await self._channel.close()
 

@@ -43,7 +43,7 @@ class IoThread:
     def start(self) -> None:
         """Starts the thread."""
         self._selector = selectors.DefaultSelector()
-        self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._loop = _Loop(self._selector)
         self._loop.set_exception_handler(_log)
         self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
         self._thread.start()
@@ -87,6 +87,14 @@ class IoThread:
             with contextlib.suppress(OSError):
                 os.dup2(nothing, number, inheritable=False)
         os.close(nothing)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop that a program may leave running when Ctrl-C ends it."""
+
+    def __del__(self, *arguments: Any) -> None:
+        if not self.is_running():
+            super().__del__(*arguments)
 
 
 async def _cancel_all() -> None:

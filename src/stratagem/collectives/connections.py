@@ -10,8 +10,8 @@ from pathlib import Path
 from stratagem.errors import CollectiveError
 
 
-def connections_on(address: str) -> set[int]:
-    """The connections of this process that go out from an address, by file number."""
+def connections_on(address: str) -> set[tuple[int, int]]:
+    """The connections of this process that go out from an address, by file number and the file that it stands for."""
     own = {each[4][0] for each in socket.getaddrinfo(address, None)}
     found = set()
     for entry in Path("/proc/self/fd").glob("*"):
@@ -21,15 +21,17 @@ def connections_on(address: str) -> set[int]:
             with socket.socket(fileno=os.dup(int(entry.name))) as connection:
                 connection.getpeername()
                 if connection.family != socket.AF_UNIX and connection.getsockname()[0] in own:
-                    found.add(int(entry.name))
+                    found.add((int(entry.name), os.fstat(int(entry.name)).st_ino))
     return found
 
 
-def hang_up(numbers: Iterable[int]) -> None:
+def hang_up(connections: Iterable[tuple[int, int]]) -> None:
     """Ends connections without closing their files, which belong to somebody else."""
-    for number in numbers:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-            connection.shutdown(socket.SHUT_RDWR)
+    for number, file in connections:
+        with contextlib.suppress(OSError):
+            if os.fstat(number).st_ino == file:  # else the number stands for another by now
+                with socket.socket(fileno=os.dup(number)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def check_folder(folder: Path) -> None:

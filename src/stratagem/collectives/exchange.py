@@ -124,10 +124,16 @@ class Exchange:
             self._last = number
         return [bool(each) for each in self._presence.max(axis=0)], finite
 
+    def give_up(self) -> bool:
+        """Forgets windows that a pass has sent which then failed; tells whether there were any."""
+        num_early, self._num_early, self._on_their_way = self._num_early, 0, []
+        return num_early > 0
+
     def next_segments(self) -> range:
         """The segments that the next window to be sent early consists of."""
         number = len(self._windows) - 1 - self._num_early
-        pieces = self._windows[number][2] if number >= 0 else []
+        # The last to go is never early: elsewhere it goes out after `add_up`, behind windows of other exchanges.
+        pieces = self._windows[number][2] if number > 0 else []
         return range(pieces[0][0], pieces[-1][0] + 1) if pieces else range(0)
 
     def send_early(self, vectors: Mapping[int, torch.Tensor], between: "StartSum") -> None:

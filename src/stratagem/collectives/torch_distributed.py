@@ -90,7 +90,7 @@ class TorchDistributed(Collective):
             check_folder(Path(path).absolute().parent)
         self._path, self._given_store = path, store
         self._address = address
-        self._sockets: list[int] = []
+        self._sockets: list[tuple[int, int]] = []
         self.timeout_s = timeout_s
         self._start_timeout_s = timeout_s if start_timeout_s is None else start_timeout_s
         self._attend = attend
@@ -213,14 +213,14 @@ class TorchDistributed(Collective):
         """
         self._check_connected()
         self._drain()
-        lead = f"{what}:".encode()
+        lead = f"{what}:\0".encode()
         length = len(data).to_bytes(8, "little")
         room = _NOTE_BYTES - len(lead) - len(length)
         note = lead + length + data[:room].ljust(room, b"\0")
         notes = torch.empty(self.size * _NOTE_BYTES, dtype=torch.uint8)
         self._finish(what, partial(self._allgather, notes, torch.frombuffer(bytearray(note), dtype=torch.uint8)))
         rows = [row.tobytes() for row in notes.view(-1, _NOTE_BYTES).numpy()]
-        check_calls([row.partition(b":")[0].decode(errors="replace") for row in rows])
+        check_calls([row.partition(b"\0")[0].removesuffix(b":").decode(errors="replace") for row in rows])
         rows = [row[len(lead) :] for row in rows]
         lengths = [int.from_bytes(row[:8], "little") for row in rows]
         if max(lengths) <= room:

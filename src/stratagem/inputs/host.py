@@ -27,6 +27,9 @@ class Host(Protocol):
     def input_pipeline(self) -> tuple[int, int]:
         """How many programs read data, and the number of this one."""
 
+    def draw_alike(self) -> None:
+        """Lets all programs that read the same data draw the same random numbers from here on."""
+
     def is_any(self, has_data: bool) -> bool:
         """Whether any of the programs that read data still has some; all ask at the same time."""
 

@@ -71,6 +71,7 @@ class DistributedLoader:
             raise StrategyError("this distributed data was closed; call distribute again")
         send_waiting(self.host)
         self._send()
+        self.host.draw_alike()
         return _Epoch(self, next(self._epochs))
 
     def __len__(self) -> int:

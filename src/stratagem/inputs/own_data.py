@@ -32,6 +32,9 @@ class OneMachine:
     def input_pipeline(self) -> tuple[int, int]:
         return 1, 0
 
+    def draw_alike(self) -> None:
+        """What others draw is their own business."""
+
     def is_any(self, has_data: bool) -> bool:
         return has_data
 

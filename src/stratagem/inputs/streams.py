@@ -130,6 +130,8 @@ class DistributedStream:
 
     def __iter__(self) -> Iterator[Any]:
         send_waiting(self._host)
+        if not self._per_replica:
+            self._host.draw_alike()
         batches = self._feed.epoch()
         return self._joined(batches) if self._per_replica else self._split(batches)
 

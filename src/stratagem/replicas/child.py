@@ -13,6 +13,7 @@ import traceback
 from typing import Any, final
 
 from stratagem.errors import ReplicaError
+from stratagem.replicas.contract import Pipe
 from stratagem.replicas.registry import Registry
 from stratagem.replicas.wire import Wire, survives
 
@@ -23,7 +24,7 @@ DONE, FAILED, PRINTED = "done", "failed", "printed"
 class Child:
     """This process, if it is a child: its number, its pipe and the distributed objects it holds."""
 
-    def __init__(self, wire: Wire, registry: Registry) -> None:
+    def __init__(self, wire: Pipe, registry: Registry) -> None:
         self.wire = wire
         self.registry = registry
 
@@ -42,7 +43,16 @@ def main(descriptor: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     registry = Registry(keeps=True)
-    wire = Wire(socket.socket(fileno=descriptor), registry.reference, registry.resolve)
+    serve(Wire(socket.socket(fileno=descriptor), registry.reference, registry.resolve), registry)
+
+
+def serve(wire: Pipe, registry: Registry) -> None:
+    """Makes this process a child: calls what comes, and answers, until nothing more will come.
+
+    Args:
+        wire: The way to the controller.
+        registry: The distributed objects that this child holds.
+    """
     _this_process.append(Child(wire, registry))
     sys.stdout = _Relay(wire, "stdout")
     sys.stderr = _Relay(wire, "stderr")
@@ -59,7 +69,7 @@ def main(descriptor: int) -> None:
         _answer(wire, number, function, arguments)
 
 
-def _answer(wire: Wire, number: int, function: Any, arguments: tuple[Any, ...]) -> None:
+def _answer(wire: Pipe, number: int, function: Any, arguments: tuple[Any, ...]) -> None:
     try:
         answer = (DONE, number, function(*arguments))
     except BaseException as error:  # SystemExit in a replica must not end it silently
@@ -91,7 +101,7 @@ class _Relay(io.TextIOBase):
 
     encoding = "utf-8"
 
-    def __init__(self, wire: Wire, stream: str) -> None:
+    def __init__(self, wire: Pipe, stream: str) -> None:
         self._wire = wire
         self._stream = stream
         self._line = ""

@@ -4,31 +4,26 @@ Owns the judgement of who has died or stalled, and the choice of the one error t
 Knows nothing of what the calls do.
 """
 
-import contextlib
 import os
 import select
-import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, final
 
-from stratagem.devices.device import mib
 from stratagem.devices.host import Host
 from stratagem.errors import ReplicaDiedError, ReplicaError, ReplicaStalledError, StratagemError, StrategyError
-from stratagem.replicas import launcher
 from stratagem.replicas.child import DONE, PRINTED
+from stratagem.replicas.contract import Channel, Children, Process
 from stratagem.replicas.functions import find_unsendable
+from stratagem.replicas.launcher import ForkedChildren
 from stratagem.replicas.registry import Registry
-from stratagem.replicas.wire import Packed, Wire, can_be_packed, pack
+from stratagem.replicas.wire import Packed, can_be_packed, pack
 
 _STATUS_WAIT_S = 2.0
 _STOP_GRACE_S = 2.0
 _SLICE_S = 0.1
 _MAX_ROUNDS = 1000
-_STOPPED, _ENDED = frozenset({"T", "t"}), frozenset({"Z", "X", "gone"})
 
 Failure = tuple[BaseException | None, str, str]
 
@@ -37,17 +32,21 @@ Failure = tuple[BaseException | None, str, str]
 class Replica:
     """A child, as the controller sees it."""
 
-    def __init__(self, number: int, pid: int, wire: Wire) -> None:
+    def __init__(self, number: int, process: Process, wire: Channel) -> None:
         self.number = number
-        self.pid = pid
+        self.process = process
         self.wire = wire
         self.num_calls = 0
         self.busy = False
         self.answer: Any = None
         self.failure: Failure | None = None
 
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
     def __str__(self) -> str:
-        return f"replica {self.number} (pid {self.pid})"
+        return f"replica {self.number} ({self.process})"
 
 
 @final
@@ -59,47 +58,47 @@ class ReplicaGroup:
         registry: The names of the distributed objects that calls may mention.
         stall_timeout_s: How long others may wait for a replica before it counts as stalled.
         host: The machine.
+        children: Where they come from; by default they are forked on this machine.
     """
 
     def __init__(
-        self, num_children: int, *, registry: Registry, stall_timeout_s: float = 60.0, host: Host | None = None
+        self,
+        num_children: int,
+        *,
+        registry: Registry,
+        stall_timeout_s: float = 60.0,
+        host: Host | None = None,
+        children: Children | None = None,
     ) -> None:
         self._num_children = num_children
         self._registry = registry
         self.stall_timeout_s = stall_timeout_s
         self._poll = select.poll()
         self._by_descriptor: dict[int, Replica] = {}
-        self._host = host or Host()
-        self._num_oom_kills = 0
-        self._orders: list[tuple[int, socket.socket]] = []
+        self._children = children or ForkedChildren(host)
         self.replicas: list[Replica] = []
         self.run_number = 0
         self.on_failure: Callable[[], None] = lambda: None  # ends the waits of others for the one that failed
-        self._server: launcher.ForkServer | None = None
+        self._has_begun = False
         self._owner = os.getpid()
 
     def begin(self) -> None:
         """Asks for the children, without waiting for them."""
-        self._num_oom_kills = self._host.num_oom_kills()
-        self._server = launcher.acquire()
+        self._has_begun = True
         try:
-            for _ in range(self._num_children):
-                self._orders.append(self._server.order())
+            self._children.begin(self._num_children)
         except BaseException:
             self.stop()
             raise
 
     def start(self) -> None:
         """Waits for the children to be there; they wait for calls."""
-        if self._server is None:
+        if not self._has_begun:
             self.begin()
         try:
-            for number in range(1, self._num_children + 1):
-                pid = self._server.started(self._orders[0][0])  # type: ignore[union-attr]
-                _, sock = self._orders.pop(0)
-                sock.settimeout(self.stall_timeout_s)
-                wire = Wire(sock, self._registry.reference, self._registry.resolve, keeps_classes=True)
-                replica = Replica(number, pid, wire)
+            started = self._children.start(self._registry, self.stall_timeout_s)
+            for number, (process, wire) in enumerate(started, start=1):
+                replica = Replica(number, process, wire)
                 self.replicas.append(replica)
                 self._by_descriptor[replica.wire.fileno()] = replica
                 self._poll.register(replica.wire.fileno(), select.POLLIN)
@@ -164,7 +163,7 @@ class ReplicaGroup:
         return answers
 
     def _patience_s(self, busy: Sequence[Replica], *, closing: bool) -> float:
-        is_vain = closing and any(map(_is_stopped, busy))
+        is_vain = closing and any(replica.process.is_stopped for replica in busy)
         return min(_STOP_GRACE_S, self.stall_timeout_s) if is_vain else self.stall_timeout_s
 
     def failures(self) -> list[tuple[Replica, Failure]]:
@@ -185,7 +184,7 @@ class ReplicaGroup:
     def require_alive(self) -> None:
         """Finds out who has ended without an answer, also if a process that it forked keeps its pipe open."""
         for replica in self.replicas:
-            if replica.busy and _state(replica.pid) in _ENDED:
+            if replica.busy and replica.process.has_ended():
                 self.attend()  # what it sent before
                 if replica.busy:
                     self._report_death(replica)
@@ -193,42 +192,36 @@ class ReplicaGroup:
     def report_stall(self, silent: Sequence[Replica]) -> None:
         """Raises the error that says who keeps the others waiting."""
         for replica in self.replicas:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(replica.pid, signal.SIGUSR2)  # writes its stacks to the log
-        named = "; ".join(f"{replica}, state {_state(replica.pid)}" for replica in silent)
+            replica.process.show_stack()
+        named = "; ".join(f"{replica}, state {replica.process.state}" for replica in silent)
         raise ReplicaStalledError(
             f"{named} has not answered for {self.stall_timeout_s:.1f} s in run {self.run_number} while others wait. "
             f"Its stack is in the log above; raise stall_timeout_s if it only needs more time"
         )
 
+    def abort(self) -> None:
+        """Ends the waits of all children in this run: another has failed."""
+        self._children.abort(self.run_number)
+
     def stop(self) -> None:
         """Ends all children: politely, then at once."""
-        if self._server is None or os.getpid() != self._owner:
+        if not self._has_begun or os.getpid() != self._owner:
             return
-        server, self._server = self._server, None
+        self._has_begun = False
         try:
             for replica in self.replicas:
                 replica.wire.shut()
             # Those that wait for a call leave now; the others would not hear of it.
-            self._await_end(server, [each for each in self.replicas if not each.busy and not _is_stopped(each)])
+            _await_end([each for each in self.replicas if not each.busy and not each.process.is_stopped])
         finally:
-            left = [replica for replica in self.replicas if server.status_of(replica.pid, 0.0) is None]
+            left = [replica for replica in self.replicas if not replica.process.wait(0.0)]
             for replica in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(replica.pid, signal.SIGKILL)
-            self._await_end(server, left)
+                replica.process.kill()
+            _await_end(left)
             for replica in self.replicas:
                 replica.wire.close()
             self.replicas.clear()
-            for _, sock in self._orders:
-                sock.close()  # whoever comes to be at its other end leaves at once
-            self._orders.clear()
-            launcher.release()
-
-    def _await_end(self, server: launcher.ForkServer, replicas: Sequence[Replica]) -> None:
-        deadline = time.monotonic() + _STOP_GRACE_S
-        for replica in replicas:
-            server.status_of(replica.pid, deadline - time.monotonic())
+            self._children.release()
 
     def _pack(self, message: Any, reference: Callable[[Any], Any]) -> Packed:
         try:
@@ -279,20 +272,8 @@ class ReplicaGroup:
             print(f"[replica {replica.number}] {line}", file=target)
 
     def _report_death(self, replica: Replica) -> None:
-        status = self._server.status_of(replica.pid, _STATUS_WAIT_S) if self._server else None
-        how = launcher.describe_status(status)
-        raise ReplicaDiedError(f"{replica} {how} in run {self.run_number}{self._oom_hint(status)}")
-
-    def _oom_hint(self, status: int | None) -> str:
-        if status is None or not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
-            return ""
-        before, now = self._num_oom_kills, self._host.num_oom_kills()
-        if now > before:
-            return (
-                f"; probably out of memory: cgroup oom_kill rose from {before} to {now}, "
-                f"limit {mib(self._host.total_memory_bytes())}"
-            )
-        return "; if nobody killed it, it was probably out of memory (`dmesg` tells)"
+        how, more = replica.process.how_it_ended(_STATUS_WAIT_S)
+        raise ReplicaDiedError(f"{replica} {how} in run {self.run_number}{more}")
 
 
 def raise_first(own: BaseException | None, failures: Sequence[tuple[Replica, Failure]]) -> None:
@@ -311,13 +292,7 @@ def raise_first(own: BaseException | None, failures: Sequence[tuple[Replica, Fai
     raise raised
 
 
-def _is_stopped(replica: Replica) -> bool:
-    return _state(replica.pid) in _STOPPED
-
-
-def _state(pid: int) -> str:
-    """The state letter of a process: R runs, S sleeps, T is stopped, Z has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split(maxsplit=1)[0]
-    except OSError:
-        return "gone"
+def _await_end(replicas: Sequence[Replica]) -> None:
+    deadline = time.monotonic() + _STOP_GRACE_S
+    for replica in replicas:
+        replica.process.wait(max(0.0, deadline - time.monotonic()))

@@ -1,7 +1,8 @@
 """Starts the fork server of this process and asks it for children.
 
 Owns the server's life: it is started by the first strategy that needs children and ends with the
-last. What a child does is `child`'s, what the controller says to it `group`'s.
+last. Also what can be known of their processes from outside. What a child does is `child`'s, what
+the controller says to it `group`'s.
 """
 
 import contextlib
@@ -15,14 +16,126 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Iterator
+from pathlib import Path
 from typing import final
 
+from stratagem import _integrations
+from stratagem.devices.device import mib
+from stratagem.devices.host import Host
 from stratagem.errors import ReplicaError
+from stratagem.replicas.registry import Registry
+from stratagem.replicas.wire import Wire
 
 _START_DEADLINE_S = 120.0
 _STOP_GRACE_S = 5.0
 _ENDING_S = 0.1
 _MAX_MESSAGE_BYTES = 4096
+_STOPPED, _ENDED = frozenset({"T", "t"}), frozenset({"Z", "X", "gone"})
+
+
+@final
+class ForkedChildren:
+    """Children that the fork server of this process makes.
+
+    Args:
+        host: The machine.
+    """
+
+    def __init__(self, host: Host | None = None) -> None:
+        self._host = host or Host()
+        self._num_oom_kills = 0
+        self._server: ForkServer | None = None
+        self._orders: list[tuple[int, socket.socket]] = []
+
+    def begin(self, count: int) -> None:
+        self._num_oom_kills = self._host.num_oom_kills()
+        self._server = acquire()
+        for _ in range(count):
+            self._orders.append(self._server.order())
+
+    def start(self, registry: Registry, timeout_s: float) -> "Iterator[tuple[ForkedProcess, Wire]]":
+        while self._server is not None and self._orders:
+            pid = self._server.started(self._orders[0][0])
+            _, sock = self._orders.pop(0)
+            sock.settimeout(timeout_s)
+            wire = Wire(sock, registry.reference, registry.resolve, keeps_classes=True)
+            yield ForkedProcess(pid, self._server, self._host, self._num_oom_kills), wire
+
+    def abort(self, run_number: int) -> None:
+        """They see the signals of this process."""
+
+    def release(self) -> None:
+        for _, sock in self._orders:
+            sock.close()  # whoever comes to be at its other end leaves at once
+        self._orders.clear()
+        if self._server is not None:
+            self._server = None
+            release()
+
+
+@final
+class ForkedProcess:
+    """A child of the fork server.
+
+    Args:
+        pid: Its process.
+        server: Whose child it is.
+        host: The machine.
+        num_oom_kills: How many processes the machine had killed for memory before.
+    """
+
+    def __init__(self, pid: int, server: "ForkServer", host: Host, num_oom_kills: int) -> None:
+        self.pid = pid
+        self._server = server
+        self._host = host
+        self._num_oom_kills = num_oom_kills
+
+    def __str__(self) -> str:
+        return f"pid {self.pid}"
+
+    @property
+    def state(self) -> str:
+        """The letter of the kernel: R runs, S sleeps, T is stopped, Z has ended."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].split(maxsplit=1)[0]
+        except OSError:
+            return "gone"
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state in _STOPPED
+
+    def has_ended(self) -> bool:
+        return self.state in _ENDED
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._server.status_of(self.pid, timeout_s) is not None
+
+    def how_it_ended(self, timeout_s: float) -> tuple[str, str]:
+        status = self._server.status_of(self.pid, timeout_s)
+        return describe_status(status), self._oom_hint(status)
+
+    def show_stack(self) -> None:
+        self._signal(signal.SIGUSR2)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def _oom_hint(self, status: int | None) -> str:
+        if status is None or not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
+            return ""
+        before, now = self._num_oom_kills, self._host.num_oom_kills()
+        if now > before:
+            return (
+                f"; probably out of memory: cgroup oom_kill rose from {before} to {now}, "
+                f"limit {mib(self._host.total_memory_bytes())}"
+            )
+        return "; if nobody killed it, it was probably out of memory (`dmesg` tells)"
 
 
 @final
@@ -37,7 +150,8 @@ class ForkServer:
         self._statuses: dict[int, int] = {}
         self._is_gone = False
         self.num_users = 0
-        command = f"from stratagem.replicas.forkserver import main; main({theirs.fileno()})"
+        modules = ", ".join(["stratagem.replicas.forkserver", *_integrations.modules_for_children()])
+        command = f"import {modules}; stratagem.replicas.forkserver.main({theirs.fileno()})"
         with theirs:
             self._process = subprocess.Popen(
                 # -P: a file of the user's in the current folder must not stand in for a library.

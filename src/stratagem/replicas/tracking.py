@@ -68,6 +68,11 @@ class Tracker:
         """Forgets everything: other strategies may have it."""
         self._made, self._known = [], {}
 
+    @property
+    def has_news(self) -> bool:
+        """Whether anything was noted that has not been taken."""
+        return bool(self._made)
+
     def take(self) -> list[Any]:
         """What was made since the last call and still exists, with all that modules among it hold."""
         # A copy of a module is made without its constructor, and is seen only in the module that holds it.

@@ -32,7 +32,8 @@ class Raw:
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         tensor = self._tensor
-        content: Any = tensor.view(-1).view(torch.uint8).numpy()  # travels beside the message, not in it
+        # As a flat row, whatever steps axes of length 1 have; it travels beside the message, not in it.
+        content: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
         data = content.tobytes() if len(content) <= _TINY_BYTES else content
         return _from_bytes, (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
 

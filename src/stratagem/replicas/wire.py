@@ -1,10 +1,11 @@
 """Carries Python objects between the controller and its own children, over the pipe each inherited.
 
 The only place where anything is unpickled: both ends are processes of one user's one program, and
-nothing else can hold the pipe. Tensors never pass through the pickle: they travel as raw bytes
-beside it, large ones in anonymous shared memory that the receiver maps. Distributed objects travel
-as references (`Registry`); functions and classes of the user's own modules travel by value, so that
-no module of the user's is ever run a second time.
+nothing else can hold the pipe (where Ray carries what is said, speak as one of its cluster). Tensors
+never pass through the pickle: they travel as raw bytes beside it, large ones in anonymous shared
+memory that the receiver maps. Distributed objects travel as references (`Registry`); functions and
+classes of the user's own modules travel by value, so that no module of the user's is ever run a
+second time.
 """
 
 import contextlib
@@ -149,6 +150,13 @@ def pack(message: object, reference: Callable[[Any], Any] = lambda _: None) -> P
     pickler.dump(message)
     pickler.cut_storages()
     return Packed(file.getvalue(), buffers, pickler.regions)
+
+
+def unpack(
+    data: bytes, buffers: list[memoryview | bytearray], resolve: Callable[[Any], Any], *, keeps_classes: bool = False
+) -> Any:
+    """Makes an object of what `pack` made of it; for children to which no descriptors can be handed."""
+    return _Unpickler(bytearray(data), buffers, [], resolve, keeps_classes).load()
 
 
 def can_be_packed(value: object, reference: Callable[[Any], Any]) -> bool:

@@ -6,9 +6,10 @@ has its state, and what it wrote is then everyone's.
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     from stratagem.strategies.runtime import Runtime
@@ -27,7 +28,8 @@ class CentralUpdate:
     def __init__(self, runtime: "Runtime", kept_on: torch.device) -> None:
         self._runtime = runtime
         self._kept_on = kept_on
-        self._kept: dict[torch.Tensor, torch.Tensor] = {}
+        # By parameter, which is not kept alive: the copy, and the parameter's version when they were last the same.
+        self._kept: Any = WeakIdKeyDictionary()
 
     def step(self, optimizer: torch.optim.Optimizer, whole: Callable[..., Any]) -> None:
         """Updates, and makes it known to all replicas; every one must come here."""
@@ -50,15 +52,20 @@ class CentralUpdate:
         inner = object.__new__(type(optimizer))
         state = {self._copy_of(each): own for each, own in optimizer.state.items()}
         inner.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict, state), "param_groups": groups})
-        for parameter, copy in self._kept.items():
+        for parameter, (copy, _) in self._kept.items():
             copy.grad = None if parameter.grad is None else parameter.grad.to(self._kept_on)
         whole(inner)
-        for parameter, copy in self._kept.items():
+        for parameter, (copy, _) in list(self._kept.items()):
             if copy.grad is not None:
                 parameter.copy_(copy)
+                self._kept[parameter] = copy, parameter._version
                 optimizer.state[parameter] = inner.state[copy]
 
     def _copy_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        if parameter not in self._kept:
-            self._kept[parameter] = parameter.detach().to(self._kept_on, copy=True)
-        return self._kept[parameter]
+        copy, version = self._kept.get(parameter, (None, -1))
+        if copy is None:
+            copy = parameter.detach().to(self._kept_on, copy=True)
+        elif version != parameter._version:  # the program has written to it
+            copy.copy_(parameter)
+        self._kept[parameter] = copy, parameter._version
+        return cast(torch.Tensor, copy)

@@ -16,7 +16,7 @@ import torch
 from stratagem.strategies.link import Link
 from stratagem.strategies.updates import SplitUpdate
 
-WRITTEN_FLAG, BUFFERS_FLAG = 1, 2
+WRITTEN_FLAG, BUFFERS_FLAG, ALL_WRITTEN_FLAG, ALL_BUFFERS_FLAG = 1, 2, 5, 6
 
 
 @dataclasses.dataclass(frozen=True)

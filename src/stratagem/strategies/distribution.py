@@ -5,6 +5,7 @@ from then on travel as references. Between runs the controller's objects are ord
 changes in them is found and passed on at the next run.
 """
 
+import gc
 import itertools
 import weakref
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ class Distribution:
             own.drop(dropped)
         # What a distributed module holds is distributed too, wherever it was made.
         self.tracker.note(*control.unknown_parts(self.registry.live().values(), self.registry))
+        if own.settings.num_machines > 1 and self.tracker.has_news:
+            gc.collect()  # what is garbage must be so on all machines, whenever their collectors come round
         made = self.tracker.take()
         if made:
             try:

@@ -151,9 +151,15 @@ class GradientSync:
         self._early = EarlyGradients(runtime.sum_between if runtime.settings.size == 1 else None)
         self.stores: list[GradientStore] = []
         self.culprits: list[tuple[int, str]] = []
+        self._is_spoiled = False
 
     def begin(self, *, syncing: bool) -> None:
         """Prepares a pass."""
+        if self._is_spoiled:
+            raise StrategyError(
+                "an earlier backward pass failed halfway, when its gradients were on their way to other machines; let "
+                "its error end the run"
+            )
         counts = self._runtime.counted[self._runtime.rank]
         for store in self.stores:
             store.begin(counts=counts)
@@ -164,6 +170,7 @@ class GradientSync:
         self._early.end()
         for store in self.stores:
             store.abandon()
+            self._is_spoiled |= store.exchange.give_up()
 
     def keep(self) -> None:
         """Ends a pass without sync: every replica keeps what it has."""
@@ -273,12 +280,13 @@ class EarlyGradients:
         self._start_sum = start_sum
         self._handles: list[Any] = []
         self._arrived: dict[int, torch.Tensor] = {}
+        self._sent: set[int] = set()
         self._late = False
 
     def begin(self, stores: Sequence[GradientStore]) -> None:
         """Watches a pass over the parameters of a store."""
         self.end()
-        self._arrived, self._late = {}, False
+        self._arrived, self._sent, self._late = {}, set(), False
         for store in stores if self._start_sum is not None else ():
             store.exchange.forget()
             for number, parameter in enumerate(store.store.tensors):
@@ -299,11 +307,12 @@ class EarlyGradients:
         gradient = _flat(parameter, store.placements[number])
         if gradient is None or self._start_sum is None:
             return
-        self._late |= number in self._arrived
+        self._late |= number in self._sent
         self._arrived[number] = gradient
         exchange = store.exchange
         while (segments := exchange.next_segments()) and all(each in self._arrived for each in segments):
             exchange.send_early(self._arrived, self._start_sum)
+            self._sent.update(segments)
 
 
 def _flat(parameter: torch.Tensor, placement: Placement) -> torch.Tensor | None:

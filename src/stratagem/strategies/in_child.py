@@ -20,6 +20,7 @@ from stratagem.replicas.child import this_child
 from stratagem.replicas.functions import NUM_KEPT_FUNCTIONS
 from stratagem.replicas.heap import keep_freed_memory
 from stratagem.replicas.memory import Region
+from stratagem.strategies.link import Meet
 from stratagem.strategies.random_numbers import seed_of
 from stratagem.strategies.replica_side import StrategyInReplica
 from stratagem.strategies.runtime import Runtime
@@ -42,6 +43,7 @@ def join(
     meeting: Region,
     scratch: Region,
     strategy: StrategyInReplica,
+    meet: Meet | None = None,
 ) -> None:
     """Makes this child a replica of a strategy, on its device."""
     this_child().registry.add(0, strategy)  # type: ignore[union-attr]
@@ -54,7 +56,12 @@ def join(
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     else:
         torch.accelerator.set_device_index(device.torch_device)
-    _joined[key] = Runtime(rank, settings, meeting, scratch, strategy)
+    _joined[key] = Runtime(rank, settings, meeting, scratch, strategy, meet=meet)
+
+
+def runtime_of(key: int) -> Runtime:
+    """This child's replica of a strategy."""
+    return _joined[key]
 
 
 def connect(key: int, path: str) -> None:

@@ -3,13 +3,16 @@
 Owns the life of that connection in one replica. Torch's waits know neither that another replica has
 failed nor that it has died: while one lasts, the signals are asked, as in every other wait. What a
 failure has left half done is undone by cutting the connection and making a new one.
+
+Replicas that share no memory, each on a machine of its own, exchange everything over it.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from stratagem.collectives.contract import Collective
 from stratagem.collectives.signals import PeerAborted
 from stratagem.collectives.torch_distributed import TorchDistributed
 from stratagem.errors import CollectiveError
@@ -21,6 +24,9 @@ _START_TIMEOUT_S = 60.0
 # Whether others are late is for the signals to judge; a connection that is lost is an error at once.
 _EXCHANGE_TIMEOUT_S = 24 * 3600.0
 
+# What a collective is told so that it finds the others under a name that is new: a store, an address.
+Meet = Callable[[str], dict[str, Any]]
+
 
 @final
 class Link:
@@ -28,41 +34,62 @@ class Link:
 
     Args:
         runtime: The replica.
+        meet: Where replicas meet that share no memory; others meet in a file.
     """
 
-    def __init__(self, runtime: "Runtime") -> None:
+    def __init__(self, runtime: "Runtime", meet: Meet | None = None) -> None:
         self._runtime = runtime
+        self._meet = meet
         self._collective: TorchDistributed | None = None
+        self._talk: TorchDistributed | None = None
         self._spoiled = False
 
     @property
     def connected(self) -> bool:
         return self._collective is not None
 
+    @property
+    def talk(self) -> TorchDistributed:
+        """For what is no sum: replicas that miss a gradient have begun fewer sums than others when they say so."""
+        if self._talk is None:
+            raise CollectiveError("the replicas are not connected; this is for code inside strategy.run")
+        return self._talk
+
     def connect(self, path: str) -> None:
-        """Meets the others in a file that is not there yet; all come at once."""
-        collective = TorchDistributed(
-            self._runtime.rank,
-            self._runtime.settings.size,
-            path=path,
-            timeout_s=_EXCHANGE_TIMEOUT_S,
-            start_timeout_s=_START_TIMEOUT_S,
-            attend=self._attend,
-        )
+        """Meets the others in a file that is not there yet, or under a name that is new; all come at once."""
+        collective = self._new(path)
+        talk = self._new(f"{path}/talk") if self._meet is not None else None
         try:
             collective.start()
             # The first sum is what connects NCCL, which waits for all; now all are sure to come.
             collective.start_all_reduce(torch.zeros(1, device=self._runtime.device)).wait()
+            if talk is not None:
+                talk.start()
         except BaseException:
             self._runtime.signals.abort()
             raise
-        self._collective, self._spoiled = collective, False
+        self._collective, self._talk, self._spoiled = collective, talk, False
+
+    def _new(self, path: str) -> TorchDistributed:
+        return TorchDistributed(
+            self._runtime.rank,
+            self._runtime.settings.size,
+            **(self._meet(path) if self._meet is not None else {"path": path}),
+            timeout_s=_EXCHANGE_TIMEOUT_S,
+            start_timeout_s=_START_TIMEOUT_S,
+            attend=self._attend,
+        )
 
     def disconnect(self) -> None:
         """Cuts the connection, which ends what other replicas have under way; all do so at once."""
-        if self._collective is not None:
-            self._collective.close()
-            self._collective = None
+        open_ = [each for each in (self._collective, self._talk) if each is not None]
+        if self._meet is not None:
+            for each in open_:
+                each.cut()  # a machine that is gone does not hang up
+            self._runtime.signals.reset()
+        for each in open_:
+            each.close()
+        self._collective = self._talk = None
 
     def spoil(self) -> None:
         """Forbids sums until the next connection: this replica has begun some that others may not."""
@@ -82,4 +109,29 @@ class Link:
         signals = self._runtime.signals
         if signals.aborted:
             raise PeerAborted("another replica has failed")
-        signals.attend(waited_s, [rank for rank in range(signals.size) if rank != signals.rank])
+        others = [rank for rank in range(self._runtime.settings.size) if rank != self._runtime.rank]
+        signals.attend(waited_s, others)
+
+
+@final
+class OverLink(Collective):
+    """The collective of replicas that share no memory: that of their link, which a failure replaces."""
+
+    def __init__(self, link: Link, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._link = link
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return self._link.talk.all_reduce(tensor, op)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        return self._link.talk.broadcast(tensor, root)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return self._link.talk.all_gather(tensor)
+
+    def barrier(self) -> None:
+        self._link.talk.barrier()
+
+    def close(self) -> None:
+        """The link is closed by who has made it."""

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -22,7 +23,7 @@ from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import PeerAborted, Signals
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
-from stratagem.errors import CollectiveError, ReplicaError, StratagemError, StrategyError
+from stratagem.errors import ReplicaError, StratagemError, StrategyError
 from stratagem.replicas import values
 from stratagem.replicas.functions import FunctionCache
 from stratagem.replicas.group import ReplicaGroup, raise_first
@@ -35,9 +36,9 @@ from stratagem.strategies.attending import Fatal, attend, causes
 from stratagem.strategies.connecting import connect
 from stratagem.strategies.distribution import Distribution
 from stratagem.strategies.holdings import Holdings
+from stratagem.strategies.joining import Elsewhere, join
 from stratagem.strategies.nonfinite import NonFinite
 from stratagem.strategies.random_numbers import RandomNumbers
-from stratagem.strategies.replica_side import StrategyInReplica
 from stratagem.strategies.runtime import Runtime
 from stratagem.strategies.settings import Run, Settings
 from stratagem.strategies.stragglers import Stragglers
@@ -56,6 +57,7 @@ class LocalReplicas:
         settings: What all replicas have in common.
         stall_timeout_s: How long replicas wait for another before it counts as stalled.
         workers: Those of other machines that train together with this one.
+        elsewhere: Where the other replicas are, if not on this machine.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class LocalReplicas:
         settings: Settings,
         stall_timeout_s: float,
         workers: Workers | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self.distribution = Distribution(self)
         self.key = next(_keys)
@@ -73,8 +76,12 @@ class LocalReplicas:
         self._settings = settings
         self._workers = workers or Alone()
         self._workers.fatal = Fatal
+        self._elsewhere = elsewhere
         self._group = ReplicaGroup(
-            len(devices) - 1, registry=self.distribution.registry, stall_timeout_s=stall_timeout_s
+            len(devices) - 1,
+            registry=self.distribution.registry,
+            stall_timeout_s=stall_timeout_s,
+            children=elsewhere.children if elsewhere is not None else None,
         )
         self._functions = FunctionCache(self.distribution.registry.__contains__)
         self._started = contextlib.ExitStack()
@@ -106,7 +113,8 @@ class LocalReplicas:
             self._started.enter_context(freed_memory_kept())
         meeting = Region.create(Signals.num_bytes(size))
         scratch = Region.create(SharedMemory.num_bytes(size))
-        self.runtime = Runtime(0, self._settings, meeting, scratch, self._owner, self._workers.between)
+        meet = self._elsewhere.meet if self._elsewhere is not None else None
+        self.runtime = Runtime(0, self._settings, meeting, scratch, self._owner, self._workers.between, meet)
         self.runtime.signals.reset()
         self.runtime.signals.attend = functools.partial(attend, self._group)
         self.distribution.registry.add(0, self._owner)
@@ -114,7 +122,8 @@ class LocalReplicas:
         self._ending.detach()
         self._ending = self._end_when_dropped()
         if size > 1:
-            self._group.begin()
+            with self._or_end():
+                self._group.begin()
         return self.runtime
 
     def start(self) -> Runtime:
@@ -126,24 +135,10 @@ class LocalReplicas:
         if len(self._devices) > 1:
             with self._or_end():
                 self._group.start()
-                self._group.call(
-                    in_child.join,
-                    [
-                        (
-                            self.key,
-                            rank,
-                            device,
-                            self._settings,
-                            meeting,
-                            scratch,
-                            StrategyInReplica(rank, self._devices, self._settings.first, self._settings.total),
-                        )
-                        for rank, device in enumerate(self._devices)
-                        if rank
-                    ],
-                )
-                self._group.collect()
-                raise_first(None, self._group.failures())
+                if self._elsewhere is not None:
+                    self._elsewhere.join(self._group, self.key, self._settings, self._devices)
+                else:
+                    join(self._group, self.key, self._settings, self._devices, meeting, scratch)
         self._connect(own)
         return own
 
@@ -155,13 +150,13 @@ class LocalReplicas:
         self._num_runs += 1
         counts_here = values.counts_of(args, kwargs)
         with self.with_workers():
-            counts = self._workers.meet(self._num_runs, counts_here)
-        call = self._next_call(own, counts)
+            call = self._next_call(own, self._workers.meet(self._num_runs, counts_here))
         self._group.run_number = self._num_runs
         with Interrupts() as interrupts:
-            self._send(call, function, args, kwargs)
+            with self.with_workers():
+                self._send(call, function, args, kwargs)
             # A child that fails before it has begun to run cannot end the waits of the others itself.
-            self._group.on_failure = own.signals.abort
+            self._group.on_failure = functools.partial(self._abort, own)
             try:
                 error, result = self._run_here(own, interrupts, call, function, args, kwargs)
                 if error is None:
@@ -202,6 +197,11 @@ class LocalReplicas:
             self.distribution.forget_state(own)  # some of what was found may count as told
             raise
 
+    def tell_others(self, error: BaseException) -> None:
+        """Tells other machines that this program cannot go on."""
+        if self.closed_at is None and os.getpid() == self._process:
+            self._workers.fail(error)
+
     def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str]) -> None:
         """Lets replicas of all machines start from the same values."""
         with self.with_workers():
@@ -214,10 +214,7 @@ class LocalReplicas:
             yield
             return
         with self._or_end():
-            try:
-                yield
-            except CollectiveError as error:
-                raise self._workers.explain(error) from None
+            yield
 
     def _forget_results(self, answers: Sequence[Any]) -> None:
         """Lets replicas drop what they keep for results that nobody will get."""
@@ -365,8 +362,13 @@ class LocalReplicas:
             self.end(fatal.error)
             raise fatal.error from None
         except BaseException as error:
-            own.signals.abort()  # also if it came before the function began
+            self._abort(own)  # also if it came before the function began
             return error, None
+
+    def _abort(self, own: Runtime) -> None:
+        """Ends the waits of all replicas in a run that has failed."""
+        own.signals.abort()
+        self._group.abort()
 
     def _collect(self, interrupts: Interrupts | None = None) -> list[Any]:
         with self._or_end(), interrupts.allowed() if interrupts is not None else contextlib.nullcontext():
@@ -391,5 +393,8 @@ _open: "weakref.WeakSet[LocalReplicas]" = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
+    error = getattr(sys, "last_value", None)  # what has ended the program, if anything
     for replicas in list(_open):
+        if error is not None:
+            replicas.tell_others(error)
         replicas.close()

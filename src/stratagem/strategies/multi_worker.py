@@ -1,7 +1,9 @@
 """An equal copy of every variable on each device of several machines, in agreement after every step."""
 
+import atexit
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -9,15 +11,17 @@ from torch.utils import _pytree as pytree
 
 from stratagem.cluster.contract import Resolver
 from stratagem.cluster.membership import Membership
+from stratagem.cluster.ray_cluster import RayCluster
 from stratagem.cluster.resolver import found
-from stratagem.cluster.spec import CHIEF, WORKER
+from stratagem.cluster.spec import CHIEF, EVALUATOR, WORKER
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
-from stratagem.errors import StrategyError
+from stratagem.errors import StrategyError, TaskLostError
 from stratagem.replicas.values import PerReplica
 from stratagem.strategies import context
 from stratagem.strategies.local_replicas import LocalReplicas
 from stratagem.strategies.mirrored import choose_way
+from stratagem.strategies.ray_workers import RayWorkers
 from stratagem.strategies.replicated import Replicated, require_seconds
 from stratagem.strategies.settings import Settings
 from stratagem.strategies.workers import Workers
@@ -38,6 +42,8 @@ class MultiWorkerMirroredStrategy(Replicated):
     Args:
         devices: Where the replicas of this worker compute; by default all of its logical devices.
         cluster_resolver: Who takes part; by default what the environment says.
+        cluster: In place of it: workers that Ray starts. Then this program alone drives them all, as replicas
+            on other machines; a run that fails in one of them raises here, and the strategy goes on.
         gradients: `mean` over the global batch, or `sum` if the program scales the loss itself.
         unused: What a parameter that only some replicas used means: `zero` gradients, or an `error`.
         on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
@@ -56,6 +62,7 @@ class MultiWorkerMirroredStrategy(Replicated):
         devices: Sequence[DeviceLike] | None = None,
         *,
         cluster_resolver: Resolver | None = None,
+        cluster: RayCluster | None = None,
         gradients: str = "mean",
         unused: str = "zero",
         on_nonfinite: str = "skip",
@@ -70,14 +77,24 @@ class MultiWorkerMirroredStrategy(Replicated):
         require_seconds(
             stall_timeout_s=stall_timeout_s, join_timeout_s=join_timeout_s, worker_timeout_s=worker_timeout_s
         )
+        self._workers: Workers | None = None
+        self._ray: RayWorkers | None = None
+        if cluster is not None:
+            self._resolver = None
+            _check_with_ray(cluster, devices, cluster_resolver, cross_device_ops)
+            settings = Settings(cluster.num_workers, gradients, unused, on_nonfinite, "torch")
+            self._ray = RayWorkers(cluster, join_timeout_s=join_timeout_s)
+            atexit.register(weakref.finalize(self, self._ray.close))  # now, and so before Ray itself takes leave
+            new = functools.partial(self._ray.new_replicas, settings=settings, stall_timeout_s=stall_timeout_s)
+            super().__init__(self._ray.devices, new)
+            return
         self._resolver = cluster_resolver or found().resolver
         chosen = this_process().select(devices)
         way = choose_way(cross_device_ops, chosen)
         settings = Settings(len(chosen), gradients, unused, on_nonfinite, way)
-        self._workers: Workers | None = None
         membership = _join(self._resolver, settings, join_timeout_s) if self._resolver is not None else None
         if membership is not None:
-            self._workers = Workers(membership, len(chosen), stall_timeout_s=worker_timeout_s)
+            self._workers = _meet(membership, len(chosen), worker_timeout_s)
             settings = dataclasses.replace(settings, sizes=self._workers.sizes, machine=self._workers.rank)
         super().__init__(
             chosen,
@@ -108,6 +125,10 @@ class MultiWorkerMirroredStrategy(Replicated):
     def is_chief(self) -> bool:
         return self._workers is None or self._workers.rank == 0
 
+    def draw_alike(self) -> None:
+        if self._workers:
+            self._together(self._workers.draw_alike)
+
     def is_any(self, has_data: bool) -> bool:
         return self._together(self._workers.is_any, has_data) if self._workers else has_data
 
@@ -116,6 +137,11 @@ class MultiWorkerMirroredStrategy(Replicated):
             super().revive()
         else:
             self._require_usable()  # a worker comes back with its process: `stratagem run --max-restarts`
+
+    def close(self) -> None:
+        super().close()
+        if self._ray is not None:
+            self._ray.close()
 
     def _map(self, function: Callable[[PerReplica], Any], value: Any) -> Any:
         """The function on the values of the replicas of all workers, each of which must come here."""
@@ -129,18 +155,32 @@ class MultiWorkerMirroredStrategy(Replicated):
 
         return pytree.tree_map(joined, value, is_leaf=lambda each: isinstance(each, PerReplica))
 
-    def _together(self, function: Callable[[Any], Any], argument: Any) -> Any:
+    def _together(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Does something that all workers do at the same time; if it fails, nothing can be done any more."""
         self._require_usable()
         with self._replicas.with_workers():
-            return function(argument)
+            return function(*arguments)
+
+
+def _check_with_ray(cluster: Any, devices: Any, resolver: Any, cross_device_ops: str) -> None:
+    if not isinstance(cluster, RayCluster):
+        raise StrategyError(f"cluster is an sg.RayCluster, got {cluster!r}; a resolver is given as cluster_resolver")
+    if devices is not None or resolver is not None:
+        raise StrategyError(
+            "cluster=RayCluster(...) says how many workers there are, and Ray where; leave devices and "
+            "cluster_resolver out"
+        )
+    if cross_device_ops not in ("auto", "torch"):
+        raise StrategyError(
+            f"workers on Ray share no memory: cross_device_ops is 'torch', got {cross_device_ops!r}; leave it out"
+        )
 
 
 def _join(resolver: Resolver, settings: Settings, join_timeout_s: float) -> Membership | None:
     """Meets the other workers; `None` if there are no others."""
     spec, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
     jobs = [each for each in _JOBS if each in spec.jobs]
-    if sum(spec.num_tasks(each) for each in jobs) < 2:
+    if sum(spec.num_tasks(each) for each in jobs) < 2 or job == EVALUATOR:  # which evaluates on its own
         return None
     if job not in jobs or index is None:
         raise StrategyError(
@@ -149,6 +189,18 @@ def _join(resolver: Resolver, settings: Settings, join_timeout_s: float) -> Memb
         )
     signature = {name: getattr(settings, name) for name in ("gradients", "unused", "on_nonfinite")}
     return Membership(spec, job, index, jobs=jobs, signature=signature, join_timeout_s=join_timeout_s).join()
+
+
+def _meet(membership: Membership, num_replicas: int, worker_timeout_s: float) -> Workers:
+    """Connects with the workers that have joined; leaves them if that fails."""
+    try:
+        return Workers(membership, num_replicas, stall_timeout_s=worker_timeout_s)
+    except BaseException as error:
+        lost = membership.lost
+        membership.fail(f"{type(error).__name__}: {error}")
+        if lost is not None:
+            raise TaskLostError(str(lost)) from None
+        raise
 
 
 _JOBS = (CHIEF, WORKER)

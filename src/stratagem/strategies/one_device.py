@@ -24,6 +24,14 @@ class _Alone(Strategy):
     def __init__(self) -> None:
         self._closed_at: str | None = None
 
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return 1
+
+    @property
+    def replicas_here(self) -> range:
+        return range(1)
+
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Calls `fn` here; returns what it returns."""
         self._require_usable()

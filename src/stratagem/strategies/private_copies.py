@@ -20,7 +20,7 @@ import torch
 from stratagem.errors import StrategyError
 from stratagem.strategies.buckets import BucketedGradients
 from stratagem.strategies.copies import Copies, Written, mark
-from stratagem.strategies.link import Link
+from stratagem.strategies.link import Link, Meet
 
 if TYPE_CHECKING:
     from stratagem.strategies.runtime import Runtime
@@ -46,10 +46,13 @@ class PrivateCopies(Copies):
     Args:
         runtime: The replica.
         by_torch: Whether gradients are summed by torch.distributed, or else by the replica's collective.
+        meet: Where replicas meet that share no memory.
     """
 
-    def __init__(self, runtime: "Runtime", *, by_torch: bool) -> None:
-        super().__init__(Link(runtime) if by_torch and runtime.settings.size > 1 else None)
+    def __init__(self, runtime: "Runtime", *, by_torch: bool, meet: Meet | None = None) -> None:
+        # On several machines sums go over all of them, in two levels.
+        linked = by_torch and runtime.settings.size > 1 and runtime.settings.num_machines == 1
+        super().__init__(Link(runtime, meet) if linked else None)
         self._runtime = runtime
         self._gradients = BucketedGradients(runtime, self.link.start_sum if self.link else self._sum_at_the_end)
         self._buffers: dict[int, weakref.ref[torch.Tensor]] = {}

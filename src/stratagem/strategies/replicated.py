@@ -52,6 +52,9 @@ class Replicated(Strategy):
         if self._replicas.closed_at is not None:
             self._replicas = self._new_replicas(self)
 
+    def tell_others(self, error: BaseException) -> None:
+        self._replicas.tell_others(error)
+
     def _require_usable(self) -> None:
         self._replicas.require_usable()
 

@@ -20,7 +20,6 @@ from stratagem.collectives.contract import Collective
 from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import NUM_LOOKS, PeerAborted, Signals
 from stratagem.collectives.to_one import ToOne
-from stratagem.collectives.torch_distributed import TorchDistributed
 from stratagem.collectives.two_level import TwoLevel
 from stratagem.devices.device import LogicalDevice
 from stratagem.errors import StrategyError
@@ -28,9 +27,11 @@ from stratagem.replicas import values
 from stratagem.replicas.heap import give_back
 from stratagem.replicas.memory import Region
 from stratagem.strategies import context, gradients
+from stratagem.strategies.between import Between
 from stratagem.strategies.central_updates import CentralUpdate
 from stratagem.strategies.context import ReplicaContext
 from stratagem.strategies.copies import Copies
+from stratagem.strategies.link import Meet, OverLink
 from stratagem.strategies.private_copies import PrivateCopies
 from stratagem.strategies.settings import Run, Settings
 from stratagem.strategies.shared_copies import SharedCopies
@@ -52,6 +53,7 @@ class Runtime:
         scratch: Memory for the general collective.
         strategy: The strategy, as code in this replica sees it.
         between: How the first replica of each machine exchanges tensors with those of the others.
+        meet: Where replicas meet that share no memory; each then has a meeting and a scratch of its own.
     """
 
     @torch.inference_mode(mode=False)  # its tensors outlive the block in which a program may begin
@@ -62,27 +64,31 @@ class Runtime:
         meeting: Region,
         scratch: Region,
         strategy: Any,
-        between: TorchDistributed | None = None,
+        between: Between | None = None,
+        meet: Meet | None = None,
     ) -> None:
         self.rank = rank
         self._strategy = weakref.ref(strategy)  # it ends with the program's last use of it, not with this one
         self.settings = settings
         self.device: torch.device = strategy.devices[rank].torch_device
         alone = _have_cores_of_their_own(strategy.devices)
-        self.signals = Signals(meeting, rank, settings.size, num_looks=NUM_LOOKS if alone else 1)
+        place = (rank, settings.size) if meet is None else (0, 1)
+        self.signals = Signals(meeting, *place, num_looks=NUM_LOOKS if alone else 1)
         self.control = SharedMemory(scratch, self.signals)
-        self.collective: Collective = self.control
+        inside: Collective = ToOne(self.control) if settings.cross_device_ops == "to_one" else self.control
+        self.collective: Collective = inside
         self.between = between
         self.sum_between = between.start_sum if between is not None else None
         if settings.num_machines > 1:
-            self.collective = TwoLevel(self.control, between, settings.machine, settings.sizes)
+            self.collective = TwoLevel(inside, between, settings.machine, settings.sizes)
         self.copies: Copies
         if settings.cross_device_ops == "shared_memory":
             self.copies = SharedCopies(self)
         elif settings.cross_device_ops == "torch":
-            self.copies = PrivateCopies(self, by_torch=True)
+            self.copies = PrivateCopies(self, by_torch=True, meet=meet)
+            if meet is not None and self.copies.link is not None:
+                self.collective = OverLink(self.copies.link, rank, settings.size)
         else:
-            self.collective = ToOne(self.control)
             self.copies = PrivateCopies(self, by_torch=False)
         self._given: list[weakref.ref[Any]] = []
         self._num_early_runs = 0
@@ -171,6 +177,11 @@ class Runtime:
     def global_rank(self) -> int:
         """Which replica this is, among those of all machines."""
         return self.settings.first + self.rank
+
+    @property
+    def run_number(self) -> int:
+        """Which run this replica is in; 0 outside of runs."""
+        return self._run.number if self._run else 0
 
     @property
     def all_counted(self) -> list[bool]:

@@ -14,7 +14,15 @@ import torch
 from stratagem.collectives.exchange import Exchange, chunk_of
 from stratagem.replicas.memory import Region
 from stratagem.replicas.variables import Placement, Store
-from stratagem.strategies.copies import BUFFERS_FLAG, WRITTEN_FLAG, Copies, Written, mark
+from stratagem.strategies.copies import (
+    ALL_BUFFERS_FLAG,
+    ALL_WRITTEN_FLAG,
+    BUFFERS_FLAG,
+    WRITTEN_FLAG,
+    Copies,
+    Written,
+    mark,
+)
 from stratagem.strategies.gradients import GradientStore, GradientSync
 from stratagem.strategies.updates import SplitUpdate, can_be_split
 
@@ -56,6 +64,7 @@ class SharedCopies(Copies):
         self._gradients = GradientSync(runtime)
         self._where: dict[int, tuple[Store, Placement]] = {}
         self._gradient_marks: dict[int, Any] = {}
+        self._wrote = False  # whether parameters were written to, in this run and on this machine
         self._new_memory: list[tuple[Store, ExchangeMemory]] = []  # which the children may not have yet
         self._failed = False
 
@@ -101,7 +110,13 @@ class SharedCopies(Copies):
         self._gradients.stores.append(GradientStore(store, exchange))
 
     def drop(self, names: set[int]) -> None:
-        """Lets go of memory that nothing else is in."""
+        """Lets go of memory that nothing else is in.
+
+        Not on several machines, where the garbage collector may have been earlier on one than on another: all must
+        exchange the same.
+        """
+        if self._runtime.settings.num_machines > 1:
+            return
         for stores in (self._parameters, self._buffers):
             for store in [each for each in stores if _is_gone(each, names)]:
                 stores.remove(store)
@@ -224,20 +239,44 @@ class SharedCopies(Copies):
 
     def settle(self, share: float) -> bool:
         written = [store.region.written_pages() for store in self._parameters]
-        if not self._buffers:
+        several_machines = self._runtime.settings.num_machines > 1
+        if not self._buffers and not several_machines:
             # Seldom is anything written after the last update: no reason for all to wait for each other.
             return bool(_any(written))
         buffers = [store.region.written_pages() for store in self._buffers]
         self._signals.put_flag(BUFFERS_FLAG, _any(buffers))
         self._publish(written, self._signals.exchange_flag(WRITTEN_FLAG, _any(written)))
-        # What replicas of other machines did is not in the flags; together all come to the same.
-        if any(self._signals.flags(BUFFERS_FLAG)) or self._runtime.settings.num_machines > 1:
+        changed = any(self._signals.flags(BUFFERS_FLAG))
+        if self._agree_with_machines(changed) if several_machines else changed:
             self._average_buffers(buffers, share)
         return False
+
+    def _agree_with_machines(self, changed: bool) -> bool:
+        """Gives all machines the parameters of the first that wrote to them in this run.
+
+        Args:
+            changed: Whether buffers were changed on this machine.
+        Returns:
+            Whether they were on any.
+        """
+        between, wrote = self._runtime.between, self._wrote
+        self._wrote, is_any = False, False
+        if between is not None:
+            rows = between.exchange("end a run", bytes([changed, wrote]))
+            changed, is_any = any(row[0] for row in rows), any(row[1] for row in rows)
+            for store in self._parameters if is_any else ():
+                first = next(machine for machine, row in enumerate(rows) if row[1])
+                store.shared.copy_(between.broadcast(store.shared, first))
+        self._signals.put_flag(ALL_BUFFERS_FLAG, int(changed))
+        if self._signals.exchange_flag(ALL_WRITTEN_FLAG, int(is_any))[0]:
+            for store in self._parameters:
+                store.region.drop(store.region.written_pages())
+        return bool(self._signals.flags(ALL_BUFFERS_FLAG)[0])
 
     def _publish(self, written: Sequence[np.ndarray], flags: Sequence[int]) -> None:
         """Makes the pages of the first replica that wrote to parameters everyone's."""
         if any(flags):
+            self._wrote = True
             first = flags.index(1)
             for store, pages in zip(self._parameters, written, strict=True):
                 store.region.publish(pages) if self._signals.rank == first else None

@@ -85,6 +85,9 @@ class Strategy(ABC):
         """Whether this program does what is to be done once: saving, logging."""
         return True
 
+    def draw_alike(self) -> None:  # noqa: B027  # most have nobody else
+        """Lets all programs that train together draw the same random numbers from here on; all ask at the same time."""
+
     def is_any(self, has_data: bool) -> bool:
         """Whether any of the programs that train together still has data; all ask at the same time."""
         return has_data
@@ -195,8 +198,13 @@ class Strategy(ABC):
     def __enter__(self) -> "Strategy":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None:
+            self.tell_others(error)
         self.close()
+
+    def tell_others(self, error: BaseException) -> None:  # noqa: B027  # most have nobody else
+        """Tells programs that train together with this one that it cannot go on."""
 
     def _map(self, function: Callable[[PerReplica], Any], value: Any) -> Any:
         return pytree.tree_map(

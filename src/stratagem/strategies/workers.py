@@ -28,7 +28,9 @@ from stratagem.errors import (
     WorkerError,
     WorkerStalledError,
 )
-from stratagem.replicas.values import PerReplica, as_tensors
+from stratagem.replicas.values import PerReplica, as_tensors, load_deferred
+from stratagem.strategies.between import Between
+from stratagem.strategies.random_numbers import random_state, set_random_state
 
 _NO_COUNTS = -1
 _PATIENCE_S, _LOOK_S = 5.0, 0.02
@@ -36,7 +38,7 @@ _LINGER_S = 5.0
 _REMIND_S = 60.0
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
-    *(torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+    *(torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64),
 )
 
 
@@ -82,7 +84,7 @@ class Workers:
         self._reminded_s = 0.0
         self._doing = "connect"
         self.fatal: Callable[[Exception], BaseException] = lambda error: error
-        self.between = TorchDistributed(
+        connection = TorchDistributed(
             self.rank,
             self.size,
             store=ClusterStore(membership),
@@ -91,10 +93,10 @@ class Workers:
             start_timeout_s=membership.join_timeout_s,
             attend=self._attend,
         )
-        self.between.start()
+        connection.start()
+        self.between = Between(connection, lambda error: self.fatal(self.explain(error)))
         self.sizes = tuple(each[0] for each in self._exchange("count replicas", [num_replicas]))
-        # Where a program did not seed, workers would shuffle in different orders.
-        torch.set_rng_state(self.between.broadcast(torch.get_rng_state()))
+        self.draw_alike()
 
     @property
     def num_replicas(self) -> int:
@@ -137,7 +139,7 @@ class Workers:
     def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str]) -> None:
         """Gives all workers the first one's values of tensors that have just been distributed."""
         self._doing = "distribute the model"
-        forms = [f"{labels.get(id(each), '')} {tuple(each.shape)} {each.dtype}" for each in tensors]
+        forms = [f"{labels.get(id(each), '')} {tuple(each.shape)} {each.dtype}{_kind(each)}" for each in tensors]
         text = "\n".join(forms).encode()
         everyones = self._exchange("distribute a model", [len(forms), zlib.crc32(text)])
         if any(each != everyones[0] for each in everyones):
@@ -162,6 +164,11 @@ class Workers:
                 )
         raise StrategyError("models of workers differ, and are the same when looked at closely; report this")
 
+    def draw_alike(self) -> None:
+        """Gives all workers the first one's random state: else they would shuffle in different orders."""
+        self._doing = "begin an epoch"
+        set_random_state(self.between.exchange("draw alike", random_state())[0])
+
     def is_any(self, has_data: bool) -> bool:
         """Whether any worker has data; all ask at the same time."""
         self._doing = "ask for the next batch"
@@ -170,7 +177,7 @@ class Workers:
     def everyones(self, value: PerReplica) -> PerReplica:
         """The values of the replicas of all workers, which all give theirs at the same time."""
         self._doing = "join the results of the replicas"
-        tensors = as_tensors("join", value)
+        tensors = as_tensors("join", PerReplica(load_deferred(value.values)))
         header = [len(tensors), int(value.counts is not None)]
         for each, count in zip(tensors, value.counts or [0] * len(tensors), strict=True):
             header += [count, _DTYPES.index(each.dtype), each.dim(), *each.shape]
@@ -210,7 +217,6 @@ class Workers:
 
     def close(self) -> None:
         """Ends the connection, also while somebody waits."""
-        self.between.cut()
         self.between.close()
         self._membership.leave(linger_s=0.0 if self._membership.lost else _LINGER_S)
 
@@ -231,6 +237,10 @@ class Workers:
         if waited_s - self._reminded_s > _REMIND_S:
             self._reminded_s = waited_s
             warn_caller(f"waiting for {', '.join(others)} to {self._doing}, {waited_s:.0f} s by now", StratagemWarning)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return (" parameter" if isinstance(tensor, torch.nn.Parameter) else "") + (" frozen" * (not tensor.requires_grad))
 
 
 def _unpack(packed: bytes) -> tuple[list[torch.Tensor], list[int], bool]:

@@ -5,6 +5,7 @@ that it calls for each batch is another one: it cuts the global batch and runs t
 """
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -19,12 +20,12 @@ from stratagem.errors import StrategyError
 from stratagem.replicas import wire
 from stratagem.strategies import context
 from stratagem.strategies.strategy import Strategy
-from stratagem.training import keras_steps, keras_wire
+from stratagem.training import keras_changes, keras_steps, keras_wire
 
+_KINDS = ("train", "test", "predict")
 _LOOPS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 _owners: "weakref.WeakKeyDictionary[Any, Strategy]" = weakref.WeakKeyDictionary()
-_steps: "weakref.WeakKeyDictionary[Any, _Steps]" = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -36,10 +37,11 @@ def install() -> None:
     wire.reducers.append(keras_wire.reduce)
     _wrap(TorchTrainer, "__init__", _note_owner)
     _wrap(Trainer, "_symbolic_build", _build_in_scope)
-    for kind in ("train", "test", "predict"):
+    for kind in _KINDS:
         _wrap(TorchTrainer, f"make_{kind}_function", functools.partial(_make_function, kind))
     for name in _LOOPS:
         _wrap(TorchTrainer, name, functools.partial(_require_owner, name))
+    _wrap(keras.callbacks.CallbackList, "__init__", _init_callbacks)
 
 
 @final
@@ -52,32 +54,50 @@ class _Steps:
     """
 
     def __init__(self, model: Any, strategy: Strategy) -> None:
-        self._model = weakref.ref(model)
+        self._model: Any = weakref.ref(model)
         self._strategy = strategy
         self._batch: Any = None
         self._slices = iter(strategy.distribute(self._batches()))
         self._compiled: keras_steps.Compiled | None = None
+        self._seen: Any = None
 
     def train(self, data: Any) -> Any:
         """What Keras calls for a batch to train on."""
-        return self._logs(self._run(keras_steps.train_step, data[0]))
+        return self._logs("train", data[0])
 
     def test(self, data: Any) -> Any:
         """What Keras calls for a batch to evaluate."""
-        return self._logs(self._run(keras_steps.test_step, data[0]))
+        return self._logs("test", data[0])
 
     def predict(self, data: Any) -> Any:
         """What Keras calls for a batch to predict."""
         self._build(data[0])
-        return self._strategy.gather(self._run(keras_steps.predict_step, data[0]))
+        return self._strategy.gather(self._run("predict", data[0]))
 
-    def _run(self, step: Callable[..., Any], batch: Any) -> Any:
+    def _logs(self, kind: str, batch: Any) -> Any:
+        """What a step tells: metrics as they are for all replicas, other values as their mean."""
+        model, logs = self._model(), self._run(kind, batch)
+        if self._strategy.num_replicas_in_sync == 1:
+            return self._strategy.local_results(logs)[0]
+        found = model.get_metrics_result() if any(value[0] is None for value in logs.values()) else {}
+        return {
+            name: found[name] if value[0] is None else self._strategy.reduce("mean", value)
+            for name, value in logs.items()
+        }
+
+    def _run(self, kind: str, batch: Any) -> Any:
+        """Runs a step on all replicas, and keeps what it changed."""
+        compiled, settings = self._current(), keras_steps.Settings.now()
         self._batch = keras.tree.map_structure(lambda each: each if each is None else torch.as_tensor(each), batch)
-        return self._strategy.run(step, args=(self._current(), next(self._slices)))
+        told, sums = self._strategy.run(keras_steps.step, args=(kind, compiled, settings, next(self._slices)))
+        if self._strategy.num_replicas_in_sync > 1:
+            compiled.state(kind).keep(None if sums[0] is None else self._strategy.reduce("sum", sums))
+        self._seen.note()
+        return told
 
     def _build(self, batch: Any) -> None:
         """Builds what is not built yet, which `predict` leaves to the first call: replicas would draw other weights."""
-        model: Any = self._model()
+        model = self._model()
         if self._compiled is None and not all(layer.built for layer in model._flatten_layers()):
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             with self._strategy.scope():
@@ -89,16 +109,17 @@ class _Steps:
             yield self._batch
 
     def _current(self) -> keras_steps.Compiled:
-        model: Any = self._model()
-        variables = keras_steps.variables_of(model)
-        if self._compiled is None or not self._compiled.is_current(variables):
-            self._compiled = keras_steps.Compiled(model, variables)
-            self._strategy.take([*map(keras_wire.tensor_of, variables), *variables, model, self._compiled])
+        """The model as it is now; the replicas get it anew if it is not as they have it."""
+        model = self._model()
+        parts = keras_changes.parts_of(model)
+        variables = keras_changes.variables_of(model, parts)
+        if self._compiled is None or not self._seen.is_current(parts, variables):
+            if self._strategy.input_pipeline[0] > 1:
+                gc.collect()  # programs that train together must drop their old models, which are circles, together
+            self._compiled = keras_steps.Compiled(model, parts, variables)
+            self._seen = keras_changes.Seen(parts, variables)
+            self._strategy.take([*map(keras_wire.tensor_of, variables), model, self._compiled])
         return self._compiled
-
-    def _logs(self, logs: Any) -> Any:
-        """One value of each: metrics are the same in all replicas, other values become their mean."""
-        return {name: self._strategy.reduce("mean", value) for name, value in logs.items()}
 
 
 def _symbolic(value: Any) -> Any:
@@ -149,9 +170,45 @@ def _make_function(kind: str, original: Callable[..., Any], model: Any, force: b
                 "a model was compiled with jit_compile=True, but under a strategy replicas run its steps one by one; "
                 "compile it with jit_compile=False"
             )
-        steps = _steps.get(model) or _steps.setdefault(model, _Steps(model, strategy))
-        setattr(model, name, getattr(steps, kind))
+        setattr(model, name, getattr(_steps_of(model, strategy), kind))
     return getattr(model, name)
+
+
+def _steps_of(model: Any, strategy: Strategy) -> _Steps:
+    """The steps that another of the model's functions has already, or new ones; only the model keeps them."""
+    functions = [getattr(model, f"{kind}_function") for kind in _KINDS]
+    known = [steps for each in functions if isinstance(steps := getattr(each, "__self__", None), _Steps)]
+    return known[0] if known else _Steps(model, strategy)
+
+
+def _init_callbacks(
+    original: Callable[..., Any],
+    made: Any,
+    callbacks: Any = None,
+    add_history: bool = False,
+    add_progbar: bool = False,
+    model: Any = None,
+    **params: Any,
+) -> None:
+    """Of several programs that train together one alone writes files and shows how far it is."""
+    strategy = _owners.get(model) if model is not None else None
+    if strategy is not None and not strategy.is_chief:
+        callbacks = [each for each in keras.tree.flatten(callbacks or []) if not isinstance(each, _WRITERS)]
+        for each in callbacks:
+            if isinstance(each, keras.callbacks.BackupAndRestore):
+                each._save_model = each.on_train_end = _do_nothing  # it restores in all of them
+        add_progbar = False
+    original(made, callbacks, add_history, add_progbar, model, **params)
+
+
+_WRITERS = (
+    *(keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.callbacks.TensorBoard),
+    *(keras.callbacks.RemoteMonitor, keras.callbacks.ProgbarLogger),
+)
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """In the place of what another program does."""
 
 
 def _require_owner(what: str, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ examples; counters are the same in all. The main program, which is a replica too
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -28,7 +29,7 @@ class StepState:
 
     def __init__(self, model: Any, optimizers: Sequence[Any] = ()) -> None:
         metrics = _unique(model.metrics_variables)
-        layers = [layer for layer in model._flatten_layers() if hasattr(layer, "_seed_generators")]
+        layers = list(model._flatten_layers())
         others = _unique([each for layer in layers for each in layer._non_trainable_variables], but=metrics)
         self._sums = [each for each in metrics if each.aggregation == "sum"]
         means = [each for each in metrics if each.aggregation == "mean"] + [each for each in others if _is_float(each)]
@@ -38,6 +39,12 @@ class StepState:
         self._same = _unique([*metrics, *others, *scalars], but=[*self._sums, *means, *self._seeds])
         self._own = {id(each): torch.empty_like(tensor_of(each)).detach() for each in self._all()}
         self._is_settled = False
+        self._model = model
+
+    @functools.cached_property
+    def metric_names(self) -> frozenset[str]:
+        """What the logs of metrics are called."""
+        return frozenset(self._model.get_metrics_result())
 
     @contextlib.contextmanager
     def own_values(self, replica: ReplicaContext, num_examples: int) -> Iterator[None]:
@@ -51,9 +58,8 @@ class StepState:
         everyones, own = [tensor_of(each) for each in variables], [self._own[id(each)] for each in variables]
         shift = replica.replica_id_in_sync_group * _SEED_STRIDE
         with torch.no_grad():
-            for mine, shared in zip(own[len(self._sums) :], everyones[len(self._sums) :], strict=True):
-                mine.copy_(shared)
-            self._start(shift)
+            _copy(everyones[len(self._sums) :], own[len(self._sums) :])
+            self._start(own[: len(self._sums)], shift)
             versions = [self._own[id(each)]._version for each in self._means]
             for variable, mine in zip(variables, own, strict=True):
                 variable._value = mine
@@ -83,43 +89,49 @@ class StepState:
             sums: What all replicas add to the metrics.
         """
         if sums is not None:
-            parts = torch.split(sums, [tensor_of(each).numel() for each in self._sums])
-            for variable, part in zip(self._sums, parts, strict=True):
-                tensor = tensor_of(variable)
-                tensor.add_(part.view(tensor.shape).to(tensor.dtype))
-        for variable in (*self._means, *self._seeds, *self._same):
-            tensor_of(variable).copy_(self._own[id(variable)])
+            totals = [tensor_of(each) for each in self._sums]
+            parts = torch.split(sums, [each.numel() for each in totals])
+            for total, part in zip(totals, parts, strict=True):
+                total.add_(part.view(total.shape).to(total))
+        others = [*self._means, *self._seeds, *self._same]
+        _copy([self._own[id(each)] for each in others], [tensor_of(each) for each in others])
 
     def _all(self) -> list[Any]:
         return [*self._sums, *self._means, *self._seeds, *self._same]
 
-    def _start(self, shift: int) -> None:
+    def _start(self, sums: list[torch.Tensor], shift: int) -> None:
         """Metrics begin at nothing; random numbers differ from those of other replicas."""
-        if self._sums:
-            torch._foreach_zero_([self._own[id(each)] for each in self._sums])
+        if sums:
+            torch._foreach_zero_(sums)
         for each in self._seeds:
             self._own[id(each)].view(-1)[:1] += shift
 
     def _average(self, replica: ReplicaContext, num_examples: int, versions: Sequence[int]) -> None:
         """Makes this replica's statistics the mean over all; those that never change are left alone after a step."""
         pairs = [(tensor_of(each), self._own[id(each)]) for each in self._means]
-        # A replica without examples counts for nothing, whatever it made of its stand-in.
-        changes = [(own.double() - old).flatten() * num_examples for old, own in pairs] if num_examples else None
-        sizes = [own.numel() for _, own in pairs]
+        # What is not finite and stays so has not changed. Whoever has no examples counts for nothing.
+        changes = [(own.double() - old).masked_fill_(own == old, 0.0).flatten() * num_examples for old, own in pairs]
         written = [float(own._version != version) for (_, own), version in zip(pairs, versions, strict=True)]
-        news = torch.tensor([float(num_examples), *written], dtype=torch.float64)
-        flat = torch.cat([*(changes or [torch.zeros(sum(sizes), dtype=torch.float64)]), news])
-        *totals, num_all, counts = torch.split(replica.all_reduce("sum", flat), [*sizes, 1, len(pairs)])
-        for (old, own), total in zip(pairs, totals, strict=True):
-            own.copy_(old + (total / num_all).view(old.shape))
+        news = torch.tensor([float(num_examples), *written], dtype=torch.float64, device=changes[0].device)
+        flat = torch.cat([*(changes if num_examples else map(torch.zeros_like, changes)), news])
+        total = replica.all_reduce("sum", flat)
+        *totals, num_all, counts = torch.split(total, [*(own.numel() for _, own in pairs), 1, len(pairs)])
+        for (old, own), change in zip(pairs, totals, strict=True):
+            own.copy_(old + (change / num_all).view(old.shape))
         if not self._is_settled:
             self._is_settled = True
             self._means = [each for each, count in zip(self._means, counts.tolist(), strict=True) if count]
+            self._own = {id(each): self._own[id(each)] for each in self._all()}
 
 
 def _unique(variables: Any, but: Sequence[Any] = ()) -> list[Any]:
     known = {id(each) for each in but}
     return [each for number, each in {id(each): each for each in variables}.items() if number not in known]
+
+
+def _copy(values: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    if tensors:
+        torch._foreach_copy_(tensors, values)
 
 
 def _is_float(variable: Any) -> bool:

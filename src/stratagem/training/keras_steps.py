@@ -1,22 +1,20 @@
-"""One step of a Keras model in a replica: its slice of the global batch in, everyone's metrics out.
+"""One step of a Keras model in a replica: its slice of the global batch in, what it adds to the metrics out.
 
-Gradients are exchanged by `loss.backward()` as in every step. What Keras sums up besides is made
-everyone's here: metrics are sums over examples, so their changes add up; the statistics of
-normalisation layers become the mean of what the replicas made of them, weighted by their examples.
+Gradients are exchanged by `loss.backward()` as in every step; what else a step changes is `keras_state`'s.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, final
 
+import keras
 import torch
 from torch.utils import _pytree as pytree
 
 from stratagem.strategies.context import current_runs, get_replica_context
 from stratagem.training import keras_norm, keras_updates
-from stratagem.training.keras_wire import tensor_of
-
-_SEED_STRIDE = 1_000_003
+from stratagem.training.keras_changes import optimizers_in
+from stratagem.training.keras_state import StepState
 
 keras_norm.connect()
 
@@ -25,150 +23,95 @@ keras_norm.connect()
 class Compiled(torch.nn.Module):
     """A Keras model with what `compile` gave it, as a distributed object.
 
-    A model can be compiled anew after the replicas have got it, or make variables later; they then get a new
-    one of these.
-
     Args:
         model: The Keras model.
-        variables: All that it has.
+        parts: What it was compiled with, by attribute.
+        variables: All that it has, as they are now.
     """
 
     model: Any
     parts: dict[str, Any]
     variables: list[Any]
+    states: dict[str, StepState]
 
-    NAMES = ("optimizer", "_compile_loss", "_compile_metrics", "_loss_tracker")
-
-    def __init__(self, model: Any, variables: Sequence[Any]) -> None:
+    def __init__(self, model: Any, parts: Mapping[str, Any], variables: Sequence[Any]) -> None:
         super().__init__()
         # Past torch's own attributes: no part is to be found twice.
         self.__dict__["model"] = model
-        self.__dict__["parts"] = {name: getattr(model, name, None) for name in self.NAMES}
+        self.__dict__["parts"] = dict(parts)
         self.__dict__["variables"] = list(variables)
+        self.__dict__["states"] = {}
 
-    def is_current(self, variables: Sequence[Any]) -> bool:
-        """Whether the model still has these parts, and these variables."""
-        return (
-            all(getattr(self.model, name, None) is part for name, part in self.parts.items())
-            and len(variables) == len(self.variables)
-            and all(one is other for one, other in zip(variables, self.variables, strict=True))
-        )
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "states": {}}  # each replica has its own
 
     def install(self) -> Any:
         """The model, with these parts."""
         for name, part in self.parts.items():
             if getattr(self.model, name, None) is not part:
                 self.model.__dict__[name] = part
-        keras_updates.take_over(self.parts["optimizer"])
         return self.model
 
-
-def variables_of(model: Any) -> list[Any]:
-    """All variables of a model: weights, and what its metrics and its optimizer keep."""
-    optimizer = getattr(model, "optimizer", None)
-    found = [*model.variables, *model.metrics_variables, *(optimizer.variables if optimizer is not None else ())]
-    return list({id(each): each for each in found}.values())
-
-
-def train_step(compiled: Compiled, data: Any) -> Any:
-    """Trains on this replica's slice; the model's own `train_step` does the work."""
-    model = compiled.install()
-    with _shared_state(model, data), _something(data) as batch:
-        logs = model.train_step(batch)
-    _publish()
-    return _final_logs(model, logs)
+    def state(self, kind: str) -> StepState:
+        """What a kind of step (`train`, `test`, `predict`) changes, in this replica."""
+        if kind not in self.states:
+            optimizers = optimizers_in(self.parts) if kind == "train" else []
+            for optimizer in optimizers:
+                keras_updates.take_over(optimizer)
+            self.states[kind] = StepState(self.model, optimizers)
+        return self.states[kind]
 
 
-def test_step(compiled: Compiled, data: Any) -> Any:
-    """Evaluates this replica's slice."""
-    model = compiled.install()
-    with torch.no_grad(), _shared_state(model, data), _something(data) as batch:
-        logs = model.test_step(batch)
-    _publish()
-    return _final_logs(model, logs)
+class Settings(NamedTuple):
+    """What Keras is set to for the whole process."""
+
+    floatx: str
+    epsilon: float
+    image_data_format: str
+    dtype_policy: str
+
+    @classmethod
+    def now(cls) -> "Settings":
+        """Those of this moment."""
+        config = keras.config
+        return cls(config.floatx(), config.epsilon(), config.image_data_format(), config.dtype_policy().name)
+
+    def apply(self) -> None:
+        """Sets Keras so in this process."""
+        keras.config.set_floatx(self.floatx)
+        keras.config.set_epsilon(self.epsilon)
+        keras.config.set_image_data_format(self.image_data_format)
+        keras.config.set_dtype_policy(self.dtype_policy)
 
 
-def predict_step(compiled: Compiled, data: Any) -> Any:
-    """The predictions for this replica's slice."""
-    model = compiled.install()
-    with torch.no_grad(), _something(data) as batch:
-        outputs = model.predict_step(batch)
-    return outputs if _num_examples(data) else pytree.tree_map(lambda each: each[:0], outputs)
+def step(kind: str, compiled: Compiled, settings: Settings, data: Any) -> tuple[Any, torch.Tensor | None]:
+    """Trains on, evaluates or predicts this replica's slice; the model's own step does the work.
 
-
-def _publish() -> None:
-    """Makes what is the same in all replicas now (metrics, counters) everyone's, while all are here."""
-    if current_runs and current_runs[-1].settings.size > 1:
-        current_runs[-1].publish_written()
-
-
-def _final_logs(model: Any, logs: Any) -> Any:
-    """What a step tells: the metrics as they are for all replicas, and the rest as the step gave it."""
-    final = {**logs, **{name: value for name, value in model.get_metrics_result().items() if name in logs}}
-    return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in final.items()}
-
-
-@contextlib.contextmanager
-def _shared_state(model: Any, data: Any) -> Iterator[None]:
-    """Lets a step change metrics and statistics on its own, and then makes the changes everyone's."""
-    context = get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
-        yield
-        return
-    rank, num_examples, has_gradients = context.replica_id_in_sync_group, _num_examples(data), torch.is_grad_enabled()
-    metrics = list(model.metrics_variables)
-    known = {id(each) for each in metrics}
-    others = [each for each in model.non_trainable_variables if id(each) not in known]
-    statistics = [each for each in others if tensor_of(each).is_floating_point()]
-    seeds = [each for each in others if not tensor_of(each).is_floating_point()]
-    with _own_values((*metrics, *statistics, *seeds)) as everyones, torch.no_grad():
-        for each in metrics:
-            tensor_of(each).zero_()
-        for each in seeds:
-            tensor_of(each).view(-1)[:1] += rank * _SEED_STRIDE
-        with torch.set_grad_enabled(has_gradients):
-            yield
-        for each, tensor in zip(seeds, everyones[len(metrics) + len(statistics) :], strict=True):
-            tensor.copy_(tensor_of(each)).view(-1)[:1] -= rank * _SEED_STRIDE
-        totals, means = everyones[: len(metrics)], everyones[len(metrics) : len(metrics) + len(statistics)]
-        changes = [tensor_of(each).double() for each in metrics]
-        changes += [(tensor_of(now).double() - old) * num_examples for now, old in zip(statistics, means, strict=True)]
-        changes.append(torch.tensor(float(num_examples), dtype=torch.float64))
-        if not num_examples:  # then the means of nothing count for nothing, whatever they are
-            changes = [torch.zeros_like(each) for each in changes]
-        *changes, num_all = _summed(changes)
-        for tensor, change in zip(totals, changes, strict=False):
-            tensor.copy_(tensor + change)
-        for tensor, change in zip(means, changes[len(metrics) :], strict=True):
-            tensor.copy_(tensor + change / num_all)
+    Returns:
+        Predictions, or logs by name; and what the step adds to the metrics, whose logs are then left open.
+    """
+    if settings != Settings.now():
+        settings.apply()
+    model, replica = compiled.install(), get_replica_context()
+    state, num_examples = compiled.state(kind), _num_examples(data)
+    with contextlib.nullcontext() if kind == "train" else torch.no_grad():
+        if replica is None or replica.num_replicas_in_sync == 1:
+            return getattr(model, f"{kind}_step")(data), None
+        with state.own_values(replica, num_examples), _something(data, num_examples) as batch:
+            told = getattr(model, f"{kind}_step")(batch)
+    if kind == "predict":
+        return told if num_examples else pytree.tree_map(lambda each: each[:0], told), None
+    if kind == "train" and keras_updates.writes_to_weights(model):
+        current_runs[-1].publish_written()  # here, where all are: after the run they would have to meet again
+    return {name: None if name in state.metric_names else value for name, value in told.items()}, state.sums(
+        num_examples
+    )
 
 
 @contextlib.contextmanager
-def _own_values(variables: Sequence[Any]) -> Iterator[list[torch.Tensor]]:
-    """Gives variables values of this replica's own for the time of a step; yields the tensors of all."""
-    everyones = [tensor_of(each) for each in variables]
-    for variable, tensor in zip(variables, everyones, strict=True):
-        variable._value = torch.nn.Parameter(tensor.detach().clone(), requires_grad=False)
-    try:
-        yield everyones
-    finally:
-        for variable, tensor in zip(variables, everyones, strict=True):
-            variable._value = tensor
-
-
-def _summed(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The sums over all replicas, exchanged in one go."""
-    context = get_replica_context()
-    flat = torch.cat([each.flatten() for each in tensors])
-    total = flat if context is None else context.all_reduce("sum", flat)
-    parts = torch.split(total, [each.numel() for each in tensors])
-    return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
-
-
-@contextlib.contextmanager
-def _something(data: Any) -> Iterator[Any]:
+def _something(data: Any, num_examples: int) -> Iterator[Any]:
     """The slice, or one example of zeros where it is empty: Keras cannot do without. It counts for nothing."""
-    if _num_examples(data):
+    if num_examples:
         yield data
     else:
         with keras_norm.uncounted():

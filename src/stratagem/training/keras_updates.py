@@ -5,12 +5,13 @@ the time of the update each variable and what the optimizer keeps for it are the
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, final
 
 import keras
 import torch
+from keras.src.backend.torch.trainer import TorchTrainer
 
 from stratagem.strategies import context
 from stratagem.training.keras_wire import tensor_of
@@ -30,59 +31,109 @@ def take_over(optimizer: Any, *, checks_gradients: bool = False) -> None:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         take_over(optimizer.inner_optimizer, checks_gradients=True)
         return
-    update = functools.partial(_update, optimizer, optimizer._backend_update_step, checks_gradients)
-    optimizer.__dict__["_backend_update_step"] = update
+    optimizer.__dict__["_backend_update_step"] = _Update(optimizer, checks_gradients)
 
 
-def _update(
-    optimizer: Any,
-    original: Callable[..., None],
-    checks_gradients: bool,
-    gradients: Sequence[torch.Tensor],
-    variables: Sequence[Any],
-    learning_rate: Any,
-) -> None:
-    run = context.current_runs[-1] if context.current_runs else None
-    if run is None:
-        original(gradients, variables, learning_rate)
-    elif not (_is_elementwise(optimizer) and run.copies.own_part(tensor_of(variables[0]))):
-        if checks_gradients or run.may_update(map(tensor_of, variables)):
-            original(gradients, variables, learning_rate)
-    else:
-        with run.split_update(map(tensor_of, variables), checked=checks_gradients) as may_update:
-            if may_update:
-                with _parts(optimizer, gradients, variables, run.copies) as (own_gradients, own_variables):
-                    if own_variables:
-                        original(own_gradients, own_variables, learning_rate)
+@final
+class _Update:
+    """What an optimizer does with gradients in a replica.
+
+    Args:
+        optimizer: The optimizer.
+        checks_gradients: Whether somebody else sees to gradients that are not finite.
+    """
+
+    def __init__(self, optimizer: Any, checks_gradients: bool) -> None:
+        self._optimizer = optimizer
+        self._whole = optimizer._backend_update_step
+        self._checks_gradients = checks_gradients
+        self._parts: _Parts | None = None
+
+    def __call__(self, gradients: Sequence[torch.Tensor], variables: Sequence[Any], learning_rate: Any) -> None:
+        run = context.current_runs[-1] if context.current_runs else None
+        if run is None:
+            self._whole(gradients, variables, learning_rate)
+        elif (parts := self._parts_of(variables, run.copies)) is None:
+            if self._checks_gradients or run.may_update(map(tensor_of, variables)):
+                self._whole(gradients, variables, learning_rate)
+        else:
+            with run.split_update(map(tensor_of, variables), checked=self._checks_gradients) as may_update:
+                if may_update:
+                    with parts.in_place(gradients) as (own_gradients, own_variables):
+                        if own_variables:
+                            self._whole(own_gradients, own_variables, learning_rate)
+
+    def _parts_of(self, variables: Sequence[Any], copies: Any) -> "_Parts | None":
+        """This replica's part of the update; `None` if every replica makes the whole."""
+        if self._parts is None or not self._parts.are_of(variables, copies):
+            self._parts = None
+            with contextlib.suppress(KeyError):  # what a step has just made is not distributed yet
+                if _is_elementwise(self._optimizer) and copies.own_part(tensor_of(variables[0])) is not None:
+                    self._parts = _Parts(self._optimizer, variables, copies)
+        return self._parts
+
+
+def writes_to_weights(model: Any) -> bool:
+    """Whether a training step writes to weights, or to what is kept for them, besides the split update."""
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    return (
+        type(model).train_step is not TorchTrainer.train_step
+        or not _is_elementwise(optimizer)
+        or bool(optimizer.use_ema or optimizer.gradient_accumulation_steps)
+        or any(variable.constraint is not None for variable in optimizer._trainable_variables)
+    )
 
 
 def _is_elementwise(optimizer: Any) -> bool:
     return type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("keras.")
 
 
-@contextlib.contextmanager
-def _parts(
-    optimizer: Any, gradients: Sequence[torch.Tensor], variables: Sequence[Any], copies: Any
-) -> Iterator[tuple[list[torch.Tensor], list[Any]]]:
-    """The gradients and variables of this replica's part, of which each is a flat vector meanwhile."""
-    whole: list[tuple[Any, torch.Tensor, Any]] = []
-    own_gradients, own_variables = [], []
-    kept = _kept_by_variable(optimizer)
-    try:
-        for gradient, variable in zip(gradients, variables, strict=True):
+@final
+class _Parts:
+    """The replica's part of an optimizer's variables, and of all that it keeps for them.
+
+    Args:
+        optimizer: The optimizer.
+        variables: Those that it updates.
+        copies: Where they lie.
+    """
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any], copies: Any) -> None:
+        kept = _kept_by_variable(optimizer)
+        self._copies = copies
+        self._variables = list(variables)
+        self._spans: list[tuple[int, int, int]] = []
+        self._swaps: list[tuple[Any, torch.Tensor, Any, torch.Tensor, Any]] = []
+        for number, variable in enumerate(variables):
             first, last = copies.own_part(tensor_of(variable))
-            if first == last:
-                continue
-            for each in (variable, *kept.get(id(variable), ())):
-                whole.append((each, each._value, each._shape))
-                each._value = copies.shared_part(each._value, first, last)
-                each._shape = (last - first,)
-            own_gradients.append(gradient.contiguous().view(-1)[first:last])
-            own_variables.append(variable)
-        yield own_gradients, own_variables
-    finally:
-        for each, value, shape in whole:
-            each._value, each._shape = value, shape
+            held = [variable, *kept.get(id(variable), ())]
+            # Also where this replica has no part: all must find out alike whether everything is distributed.
+            parts = [copies.shared_part(tensor_of(each), first, last) for each in held]
+            if first < last:
+                self._spans.append((number, first, last))
+                for each, part in zip(held, parts, strict=True):
+                    self._swaps.append((each, tensor_of(each), each._shape, part, (last - first,)))
+
+    def are_of(self, variables: Sequence[Any], copies: Any) -> bool:
+        """Whether they are still right, for an update of these variables."""
+        return (
+            copies is self._copies
+            and len(variables) == len(self._variables)
+            and all(map(operator.is_, variables, self._variables))
+            and all(each._value is whole for each, whole, *_ in self._swaps)
+        )
+
+    @contextlib.contextmanager
+    def in_place(self, gradients: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], list[Any]]]:
+        """The gradients and variables of the part; inside the block each is a flat vector."""
+        for each, _, _, part, shape in self._swaps:
+            each._value, each._shape = part, shape
+        try:
+            own = [gradients[number].contiguous().view(-1)[first:last] for number, first, last in self._spans]
+            yield own, [self._variables[number] for number, _, _ in self._spans]
+        finally:
+            for each, whole, shape, _, _ in self._swaps:
+                each._value, each._shape = whole, shape
 
 
 def _kept_by_variable(optimizer: Any) -> dict[int, list[Any]]:

@@ -7,15 +7,18 @@ object is put under the new address.
 """
 
 import sys
+import weakref
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stratagem import _env
 
 if "keras" not in sys.modules:  # in a child
     _env.use_torch_for_keras()
 
+from keras.src.backend import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import tracking
@@ -30,6 +33,9 @@ def reduce(obj: Any) -> Any:
     base = _CONTAINERS.get(type(obj))
     if base is not None:
         return _blank, (type(obj), base), (dict(obj.__dict__), base(obj)), None, None, _fill_container
+    if isinstance(obj, Variable):
+        state = {key: value for key, value in obj.__dict__.items() if key != "_value"}
+        return _variable_of, (type(obj), obj._value), state, None, None, _fill
     if isinstance(obj, tracking.Tracker):
         return _blank, (type(obj),), dict(obj.__dict__), None, None, _fill_tracker
     if isinstance(obj, BaseOptimizer):
@@ -50,6 +56,22 @@ def tensor_of(variable: Any) -> torch.Tensor:
 def _blank(kind: type, base: type = object) -> Any:
     """An object without its constructor having run."""
     return base.__new__(kind)  # type: ignore[call-overload]
+
+
+def _variable_of(kind: type, tensor: torch.Tensor | None) -> Any:
+    """The variable that holds a tensor: the same whenever it comes, as long as it is used."""
+    known = _variables.get(tensor) if tensor is not None else None
+    if known is not None and (variable := known()) is not None:
+        return variable
+    variable = _blank(kind)
+    variable._value = tensor
+    if tensor is not None:
+        _variables[tensor] = weakref.ref(variable)
+    return variable
+
+
+# By identity, weakly on both sides: a variable holds its tensor, and is held by the layers that use it.
+_variables: Any = WeakIdKeyDictionary()
 
 
 def _fill(obj: Any, state: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ others: a failure ends all, the end of those that train ends the run. Processes 
 import dataclasses
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from signal import SIGTERM, Signals
 from typing import Any, final
 
@@ -19,8 +19,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
-from stratagem.cluster.launch.crew import Crew
-from stratagem.cluster.launch.environment import tasks_here
+from stratagem.cluster.launch.crew import Processes, Task
 from stratagem.cluster.launch.failures import Failure, first_cause
 from stratagem.cluster.launch.interrupts import Interrupts
 from stratagem.cluster.launch.meeting import Meeting
@@ -63,7 +62,7 @@ class TaskAgent(SimpleElasticAgent):
         meeting: The launchers of all machines.
         interrupts: Whether the user has asked to stop.
         patience: How long tasks may take to end.
-        token_file: Where the secret of the cluster is.
+        new_tasks: What to start, once all have met; given how often that has been done before.
         say: Is told what the user should know while the run goes on.
     """
 
@@ -71,11 +70,11 @@ class TaskAgent(SimpleElasticAgent):
         self,
         plan: Plan,
         *,
-        crew: Crew,
+        crew: Processes,
         meeting: Meeting,
         interrupts: Interrupts,
         patience: Patience,
-        token_file: str,
+        new_tasks: Callable[[int], Sequence[Task]],
         say: Callable[[str], None],
     ) -> None:
         self._plan = plan
@@ -83,7 +82,7 @@ class TaskAgent(SimpleElasticAgent):
         self._meeting = meeting
         self._interrupts = interrupts
         self._patience = patience
-        self._token_file = token_file
+        self._new_tasks = new_tasks
         self._say = say
         self._num_starts = 0
         self._trained_at: float | None = None
@@ -102,7 +101,7 @@ class TaskAgent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._interrupts.raise_if_asked()
-        tasks = tasks_here(self._plan, self._meeting.offers, restart=self._num_starts, token_file=self._token_file)
+        tasks = self._new_tasks(self._num_starts)
         self._trained_at = None
         pids = self._crew.start(tasks, restart=self._num_starts)
         self._num_starts += 1

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from typing import Protocol, final
 
 from stratagem.cluster.launch import start
 from stratagem.cluster.launch.directory import RunDirectory
@@ -60,6 +60,30 @@ class Ended:
     code: int
     at: float
     asked: bool
+
+
+class Processes(Protocol):
+    """The processes of all tasks of a start, wherever they are."""
+
+    ended: list[Ended]
+
+    def start(self, tasks: Sequence[Task], *, restart: int) -> list[int]:
+        """Starts all tasks; their process ids."""
+
+    def poll(self) -> None:
+        """Notes which tasks have ended."""
+
+    def failed(self) -> list[Ended]:
+        """Tasks that have ended by themselves and not well, the earliest first."""
+
+    def explain(self, ended: Ended, *, killed_for_memory: bool) -> Failure:
+        """Says why a task that has ended did so; before `stop`."""
+
+    def running(self, *jobs: str) -> list[str]:
+        """The names of tasks of these jobs that have not ended."""
+
+    def stop(self, number: signal.Signals = signal.SIGTERM, grace_s: float = 10.0) -> None:
+        """Ends all tasks: asks them by a signal, waits, kills; at once if the user asks a second time."""
 
 
 @final

@@ -19,9 +19,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from stratagem.cluster import token
 from stratagem.cluster.launch.agent import Patience, TaskAgent
-from stratagem.cluster.launch.crew import Crew
+from stratagem.cluster.launch.crew import Crew, Processes
 from stratagem.cluster.launch.directory import RunDirectory
-from stratagem.cluster.launch.environment import Offer
+from stratagem.cluster.launch.environment import Offer, tasks_here
 from stratagem.cluster.launch.failures import Failure
 from stratagem.cluster.launch.interrupts import Interrupts
 from stratagem.cluster.launch.machines import Link, linked
@@ -89,7 +89,7 @@ class LocalLauncher:
         Raises:
             LaunchError: They could not be started.
         """
-        with _quiet(), Interrupts() as interrupts, RunDirectory(self._log_dir) as directory:
+        with quiet(), Interrupts() as interrupts, RunDirectory(self._log_dir) as directory:
             try:
                 with _link(plan.order, directory, interrupts) as link, contextlib.closing(Ports(link.host)) as ports:
                     outcome = self._run(plan, link, _offer(plan, ports), directory, interrupts)
@@ -103,25 +103,26 @@ class LocalLauncher:
     def _run(self, plan: Plan, link: Link, offer: Offer, directory: RunDirectory, interrupts: Interrupts) -> Outcome:
         command = plan.order.program.command
         crew = Crew(command, directory=directory, screen=self._screen, interrupts=interrupts, say=self._say)
+        meeting = Meeting(
+            link.store,
+            machine=plan.order.machine,
+            offer=offer,
+            interrupts=interrupts,
+            raise_if_lost=link.raise_if_lost,
+        )
         agent = TaskAgent(
             plan,
             crew=crew,
-            meeting=Meeting(
-                link.store,
-                machine=plan.order.machine,
-                offer=offer,
-                interrupts=interrupts,
-                raise_if_lost=link.raise_if_lost,
-            ),
+            meeting=meeting,
             interrupts=interrupts,
             patience=self._patience,
-            token_file=link.token_file,
+            new_tasks=lambda number: tasks_here(plan, meeting.offers, restart=number, token_file=link.token_file),
             say=self._say,
         )
         try:
             result = agent.run()
         except SignalException as stopped:
-            code = _code_when_stopped(crew, stopped.sigval)
+            code = code_when_stopped(crew, stopped.sigval)
             raise _CutShortError(str(stopped), Outcome(code, tuple(agent.failures), stopped.sigval)) from None
         except TaskLostError as error:
             lost = link.lost() or Failure(f"machine 0 ({plan.order.machine.endpoint})", 1, f"was lost: {error}")
@@ -130,7 +131,7 @@ class LocalLauncher:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps off the screen what libraries log of tasks and machines: a launch says it better."""
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "stratagem.cluster")]
     before = [logger.propagate for logger in loggers]
@@ -172,7 +173,7 @@ def _offer(plan: Plan, ports: Ports) -> Offer:
     return Offer(secrets.token_hex(8), jobs, master=ports.pick())
 
 
-def _code_when_stopped(crew: Crew, number: signal.Signals) -> int:
+def code_when_stopped(crew: Processes, number: signal.Signals) -> int:
     """What the program made of the signal: its own code, or the one of a process that it has killed."""
     codes = [each.code for each in crew.ended if each.task.seat.trains]
     if not codes or any(code < 0 for code in codes):
