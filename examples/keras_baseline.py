@@ -10,15 +10,16 @@ import os
 
 os.environ["KERAS_BACKEND"] = "torch"  # before Keras is imported
 
-import keras  # noqa: E402
-from digits import load_digits  # noqa: E402
+import keras
+from digits import load_digits
 
 
 def make_model() -> keras.Model:
     """Two convolutions and two dense layers."""
     return keras.Sequential(
         [
-            keras.Input((8, 8, 1)),
+            keras.Input((1, 8, 8)),
+            keras.layers.Reshape((8, 8, 1)),
             keras.layers.Conv2D(16, 3, padding="same", activation="relu"),
             keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
             keras.layers.MaxPooling2D(2),
@@ -36,7 +37,7 @@ def main() -> None:
     options = parser.parse_args()
 
     keras.utils.set_random_seed(0)
-    train_set, test_set = ((images.permute(0, 2, 3, 1), labels) for images, labels in (s.tensors for s in load_digits()))
+    train_set, test_set = [each.tensors for each in load_digits()]
 
     model = make_model()
     model.compile(

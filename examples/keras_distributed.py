@@ -3,7 +3,7 @@
 The losses are those of `keras_baseline.py`, which is plain Keras. All that is different, by `diff -u0`:
 
     +
-    +import stratagem as sg  # noqa: E402
+    +import stratagem as sg
 
     +    parser.add_argument("--devices", type=int, default=2, help="how many logical devices the CPU is divided into")
 
@@ -24,17 +24,18 @@ import os
 
 os.environ["KERAS_BACKEND"] = "torch"  # before Keras is imported
 
-import keras  # noqa: E402
-from digits import load_digits  # noqa: E402
+import keras
+from digits import load_digits
 
-import stratagem as sg  # noqa: E402
+import stratagem as sg
 
 
 def make_model() -> keras.Model:
     """Two convolutions and two dense layers."""
     return keras.Sequential(
         [
-            keras.Input((8, 8, 1)),
+            keras.Input((1, 8, 8)),
+            keras.layers.Reshape((8, 8, 1)),
             keras.layers.Conv2D(16, 3, padding="same", activation="relu"),
             keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
             keras.layers.MaxPooling2D(2),
@@ -53,7 +54,7 @@ def main() -> None:
     options = parser.parse_args()
 
     keras.utils.set_random_seed(0)
-    train_set, test_set = ((images.permute(0, 2, 3, 1), labels) for images, labels in (s.tensors for s in load_digits()))
+    train_set, test_set = [each.tensors for each in load_digits()]
 
     sg.config.set_logical_device_configuration("cpu:0", [sg.config.LogicalDeviceConfiguration()] * options.devices)
     strategy = sg.MirroredStrategy()

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from stratagem.errors import StrategyError
 from stratagem.inputs import distribute, distribute_from_function
@@ -122,3 +123,10 @@ def test_the_wrong_way_to_share_is_refused():
         distribute([torch.ones(2)], host, auto_shard="file")
     with pytest.raises(StrategyError, match=r"each of 2 workers its files, and there are 1"):
         distribute(Files([1]), host, auto_shard="file")
+
+
+def test_a_sampler_that_divides_data_itself_is_refused():
+    dataset = TensorDataset(torch.arange(8))
+    sampler = DistributedSampler(dataset, num_replicas=2, rank=0)
+    with pytest.raises(StrategyError, match="a DistributedSampler for 2 replicas, but distribute divides"):
+        distribute(DataLoader(dataset, batch_size=4, sampler=sampler), machines()[0])

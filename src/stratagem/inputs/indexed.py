@@ -59,6 +59,7 @@ class DistributedLoader:
         self.key = next(_keys)
         self.lease = Lease()
         self.template: Any = None
+        _require_whole(loader, host)
         self.source = _source_of(loader)
         self._epochs = itertools.count(1)
         self._sent = False
@@ -246,6 +247,16 @@ def _may_read_ahead(loader: DataLoader[Any]) -> bool:
     if type(sampler) is not data.BatchSampler or type(sampler.sampler) not in _READ_AHEAD:
         return False
     return getattr(sampler.sampler, "generator", None) is not torch.default_generator
+
+
+def _require_whole(loader: DataLoader[Any], host: Host) -> None:
+    """Refuses a sampler that leaves out what is for other machines: that is divided here."""
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if host.input_pipeline[0] > 1 and isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise StrategyError(
+            f"the DataLoader has a DistributedSampler for {sampler.num_replicas} replicas, but distribute divides each "
+            f"global batch over the workers itself; leave the sampler out, or say auto_shard='off'"
+        )
 
 
 def _source_of(loader: DataLoader[Any]) -> Source:
