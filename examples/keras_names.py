@@ -1,5 +1,6 @@
 """The names of TensorFlow that `keras_notes.py` uses, for machines without TensorFlow."""
 
+import math
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +35,7 @@ class Dataset(keras.utils.PyDataset):
         return Dataset(self._columns, batch_size)
 
     def __len__(self) -> int:
-        return -(-len(self._columns[0]) // self._batch_size)
+        return math.ceil(len(self._columns[0]) / self._batch_size)
 
     def __getitem__(self, number: int) -> tuple[Any, ...]:
         part = slice(number * self._batch_size, (number + 1) * self._batch_size)

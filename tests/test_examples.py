@@ -60,7 +60,7 @@ def test_custom_loop_has_the_losses_of_the_baseline(
     assert accuracies[-1] > 95
 
 
-@pytest.mark.parametrize("name", ["custom_loop", "estimator"])
+@pytest.mark.parametrize("name", ["custom_loop", "estimator", "keras"])
 def test_distributed_example_shows_how_it_differs_from_the_baseline(name: str) -> None:
     plain, distributed = (
         (EXAMPLES / f"{name}_{kind}.py").read_text().split('"""\n', maxsplit=1) for kind in ("baseline", "distributed")
@@ -126,6 +126,44 @@ def test_estimator_notebook_has_the_losses_that_it_shows(
     assert [step for step, _, _ in found] == [100, 50, 100]
     assert [loss for _, loss, _ in found] == pytest.approx([loss for _, loss, _ in kept], abs=2e-3)
     assert found[2][1] == pytest.approx(estimator_baseline[0][1], abs=2e-3)
+
+
+@pytest.fixture(scope="module")
+def keras_baseline() -> tuple[list[float], list[float]]:
+    """What plain Keras prints."""
+    return epochs_of(run_example("keras_baseline.py"))
+
+
+def test_keras_has_the_losses_of_the_baseline(keras_baseline: tuple[list[float], list[float]]) -> None:
+    losses, accuracies = epochs_of(run_example("keras_distributed.py", "--devices", "2"))
+    assert losses == pytest.approx(keras_baseline[0], abs=1e-3)
+    assert accuracies == pytest.approx(keras_baseline[1], abs=0.6)
+    assert len(losses) == 8
+    assert accuracies[-1] > 95
+
+
+@pytest.mark.parametrize("kind", ["baseline", "distributed"])
+def test_keras_notebook_has_the_losses_that_it_shows(
+    tmp_path: Path, kind: str, keras_baseline: tuple[list[float], list[float]]
+) -> None:
+    name = f"keras_{kind}.ipynb"
+    outputs = outputs_of(execute_notebook(name, tmp_path))
+    assert epochs_of(outputs)[0] == pytest.approx(keras_baseline[0], abs=1e-3)
+    assert epochs_of(outputs_of((EXAMPLES / name).read_text()))[0] == pytest.approx(keras_baseline[0], abs=1e-3)
+    if kind == "distributed":
+        assert "stopped after 2 more epochs, 220 steps in all" in outputs
+        assert "equal accuracies: True" in outputs
+
+
+def test_example_of_the_notes_runs_on_two_replicas() -> None:
+    # Keras warns of `input_shape`, which the notes write.
+    command = [sys.executable, "-W", "ignore::UserWarning", str(EXAMPLES / "keras_notes.py")]
+    environment = {**os.environ, "STRATAGEM_SIMULATE": "gpu:2"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.count("Epoch 1/2") == done.stdout.count("Epoch 2/2") == 3
+    assert "global batch size 10, learning rate 0.15" in done.stdout
 
 
 def test_demo_shows_that_replicas_agree_and_saves_a_picture(tmp_path: Path) -> None:

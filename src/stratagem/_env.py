@@ -37,6 +37,7 @@ RAY_ADDRESS = "RAY_ADDRESS"
 RAY_AUTH_MODE = "RAY_AUTH_MODE"
 RAY_TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 RAY_ON_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+SET_BY_RAY = (RAY_AUTH_MODE, "RAY_CLIENT_MODE", "RAY_USAGE_STATS_ENABLED", "PYTHONBREAKPOINT")
 
 _PREFIX = "STRATAGEM_"
 _OWN = (SIMULATE, DEVICES, TOKEN_FILE, PORT, NUM_TASKS, SERVICE)
@@ -85,6 +86,11 @@ def ray_address() -> str | None:
 def ray_auth_mode() -> str | None:
     """Whether Ray asks for a token, if somebody has said so."""
     return os.environ.get(RAY_AUTH_MODE)
+
+
+def without_what_ray_sets() -> contextlib.AbstractContextManager[None]:
+    """Puts back at its end what Ray sets for a process that connects to it."""
+    return with_changes({name: os.environ.get(name) for name in SET_BY_RAY})
 
 
 def has_ray_token() -> bool:

@@ -62,8 +62,8 @@ PATIENCE_S = 60.0
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Ray's own sockets come and go while this process is connected to it; that all go is seen at the end."""
-    with guarded("sockets"):
+    """Ray's own sockets come and go while this process is connected to it, and tests add nodes to its cluster."""
+    with guarded("sockets", "processes"):
         yield
 
 
@@ -72,7 +72,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Iterat
     """A Ray cluster of two nodes that asks for a token, to which this process is connected."""
     token = tmp_path_factory.mktemp("ray") / "secrets" / "token"
     tokens.create(token)
-    with guarded(), pytest.MonkeyPatch.context() as patch:
+    before = connections(os.getpid())
+    with guarded("sockets"), _env.without_what_ray_sets(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         import ray
@@ -90,6 +91,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Iterat
             cluster.shutdown()
             patch.undo()
             reset_auth_token_state()
+    await_none("connections over the network", lambda: connections(os.getpid()) - before)
 
 
 def on_ray(**options: Any) -> sg.MultiWorkerMirroredStrategy:
@@ -286,7 +288,7 @@ def test_run_with_ray_starts_a_worker_on_each_node(nodes: Any, tmp_path: Path) -
     lines = {name: json.loads(text) for name, text in told.items()}
     for index in range(2):
         task = {"type": "worker", "index": index}
-        assert lines[f"worker/{index}"] == [task, str(index), "0", "2", "1", str(index), "2", [[-0.5, -0.5]], ["fail"]]
+        assert lines[f"worker/{index}"] == [task, str(index), "0", "2", "1", str(index), "2", [[-1.0, -1.0]], ["fail"]]
     assert re.search(r"^stratagem: worker/1 on [0-9.]+ failed: ValueError: bad row 812", done.stderr, re.MULTILINE)
     assert "ValueError: bad row 812" in (tmp_path / "logs" / "worker-1.log").read_text()
 
@@ -305,7 +307,8 @@ def test_example_starts_a_ray_of_its_own_that_lets_nobody_else_in(tmp_path: Path
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "2 replicas\n"
-    listening = [address for pid in ray_processes() - before for address in addresses_of(pid)]
+    found = [each for pid in ray_processes() - before for each in connections(pid)]
+    listening = [address for address, state, _ in found if state == "0A"]
     out, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (0, "")
     losses = [float(each) for each in re.findall(r"epoch +\d: loss (\S+),", out)]
@@ -315,10 +318,7 @@ def test_example_starts_a_ray_of_its_own_that_lets_nobody_else_in(tmp_path: Path
     assert set(listening) <= LOOPBACK, "nothing of Ray listens where other machines could reach it"
     token = home / ".ray" / "auth_token"
     assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    deadline = time.monotonic() + PATIENCE_S
-    while ray_processes() - before:
-        assert time.monotonic() < deadline, "Ray has ended with the program"
-        time.sleep(0.05)
+    await_none("processes of Ray", lambda: ray_processes() - before)
 
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -335,18 +335,25 @@ def ray_processes() -> set[int]:
     return found
 
 
-def addresses_of(pid: int) -> list[str]:
-    """Where a process listens, in the words of /proc/net."""
+def connections(pid: int) -> set[tuple[str, str, str]]:
+    """The TCP sockets of a process: own address, state and number, in the words of /proc/net."""
     with contextlib.suppress(OSError):
-        links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-        own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+        links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
         rows = [
             row.split()
             for table in ("tcp", "tcp6")
             for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
         ]
-        return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in own]
-    return []
+        return {(row[1].partition(":")[0], row[3], row[9]) for row in rows if f"socket:[{row[9]}]" in links}
+    return set()
+
+
+def await_none(what: str, look: Callable[[], set[Any]]) -> None:
+    """Waits until nothing of a kind is left."""
+    deadline = time.monotonic() + PATIENCE_S
+    while left := look():
+        assert time.monotonic() < deadline, f"{what} are left: {left}"
+        time.sleep(0.05)
 
 
 # Bad input

@@ -107,7 +107,7 @@ def acquire(address: str | None) -> Any:
             session = _Session()
             if not ray.is_initialized():
                 with contextlib.ExitStack() as leaving:
-                    leaving.enter_context(_env.with_changes({_env.RAY_AUTH_MODE: _env.ray_auth_mode()}))  # Ray sets it
+                    leaving.enter_context(_env.without_what_ray_sets())
                     if address is None:
                         _start(ray)
                     else:

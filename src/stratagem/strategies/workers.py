@@ -212,7 +212,7 @@ class Workers:
         others = ", ".join(name for rank, name in enumerate(self._names) if rank != self.rank)
         return WorkerError(
             f"{self._names[self.rank]} wanted to {self._doing}, but not all of {others} take part any more: one has "
-            f"closed its strategy; do the same in every worker ({error})"
+            f"closed its strategy; do the same in every worker"
         )
 
     def close(self) -> None:

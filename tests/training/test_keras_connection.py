@@ -1,0 +1,61 @@
+"""When Keras is connected, and when it is refused: each in a fresh program."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+def run_program(text: str, backend: str = "torch") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env={**os.environ, "KERAS_BACKEND": backend},
+    )
+
+
+def test_keras_that_is_imported_inside_the_scope_is_distributed() -> None:
+    done = run_program("""
+        import sys
+        import stratagem as sg
+
+        sg.config.set_logical_device_configuration("cpu:0", [sg.config.LogicalDeviceConfiguration()] * 2)
+        strategy = sg.MirroredStrategy()
+        with strategy.scope():
+            assert "keras" not in sys.modules
+            import keras
+            import numpy as np
+
+            class Seen(keras.layers.Layer):
+                def call(self, inputs):
+                    return 0 * inputs + sg.get_replica_context().replica_id_in_sync_group
+
+            model = keras.Sequential([Seen()])
+            print(model.predict(np.ones((4, 1)), verbose=0).flatten().tolist())
+        print(type(keras.__spec__.loader).__module__)
+        """)
+    assert done.stdout.splitlines() == ["[0.0, 0.0, 1.0, 1.0]", "_frozen_importlib_external"], done.stderr
+
+
+def test_backend_other_than_torch_is_refused_before_anything_starts() -> None:
+    done = run_program(
+        """
+        import keras
+        import stratagem as sg
+
+        keras.Sequential([keras.layers.Dense(1)])
+        with sg.MirroredStrategy().scope():
+            keras.Sequential([keras.layers.Dense(1)])
+        """,
+        backend="numpy",
+    )
+    assert done.returncode == 1
+    assert "StrategyError: Keras runs on 'numpy'" in done.stderr
+    assert "Set KERAS_BACKEND=torch before Keras is imported" in done.stderr
