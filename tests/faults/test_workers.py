@@ -60,7 +60,7 @@ def expected_weights(num_steps: int) -> list[list[float]]:
 
 
 def assert_whole(outcome: list[object]) -> None:
-    """The weights are those of whole steps: the one that was under way was applied with all gradients, or not at all."""
+    """The weights are those of whole steps: the last was applied with all gradients, or not at all."""
     num_steps, _, _, weights = outcome
     ours = torch.tensor([number for each in weights for number in each])
     before, after = (
