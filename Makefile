@@ -25,7 +25,7 @@ demo: $(READY)  ## Train a network on one device and on 2 and 4 logical devices,
 	@$(RUN)/python examples/demo.py
 
 test: $(READY)  ## Run all tests
-	@$(RUN)/pytest
+	@$(RUN)/pytest -n 2 --dist loadfile
 
 check: $(READY)  ## What to run before a commit: format, lint, types, the fast tests
 	@$(RUN)/ruff format --check .
@@ -44,6 +44,7 @@ bench: $(READY)  ## Measure; tables on the screen, figures in benchmarks/results
 	@$(RUN)/python -m benchmarks.training
 	@$(RUN)/python -m benchmarks.cluster
 	@$(RUN)/python -m benchmarks.estimator
+	@$(RUN)/python -m benchmarks.keras_fit
 
 clean:  ## Remove what the other targets made
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis benchmarks/results

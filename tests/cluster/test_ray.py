@@ -296,7 +296,6 @@ def test_run_with_ray_starts_a_worker_on_each_node(nodes: Any, tmp_path: Path) -
 def test_example_starts_a_ray_of_its_own_that_lets_nobody_else_in(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    before = ray_processes()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     process = subprocess.Popen(
         [sys.executable, str(EXAMPLES / "ray_cluster.py"), "--epochs", "2"],
@@ -307,7 +306,7 @@ def test_example_starts_a_ray_of_its_own_that_lets_nobody_else_in(tmp_path: Path
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "2 replicas\n"
-    found = [each for pid in ray_processes() - before for each in connections(pid)]
+    found = [each for pid in at_home(home) - {process.pid} for each in connections(pid)]
     listening = [address for address, state, _ in found if state == "0A"]
     out, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (0, "")
@@ -318,20 +317,19 @@ def test_example_starts_a_ray_of_its_own_that_lets_nobody_else_in(tmp_path: Path
     assert set(listening) <= LOOPBACK, "nothing of Ray listens where other machines could reach it"
     token = home / ".ray" / "auth_token"
     assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    await_none("processes of Ray", lambda: ray_processes() - before)
+    await_none("processes of Ray", lambda: at_home(home))
 
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
-def ray_processes() -> set[int]:
-    """Processes of any Ray on this machine, also such as have this process' program as their parent."""
+def at_home(home: Path) -> set[int]:
+    """The processes that have inherited a home."""
     found = set()
-    for line in Path("/proc").glob("[0-9]*/cmdline"):
+    for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            words = line.read_bytes().split(b"\0")
-            if b"ray::" in words[0] or b"site-packages/ray/" in b" ".join(words[:4]):
-                found.add(int(line.parent.name))
+            if f"HOME={home}".encode() in file.read_bytes().split(b"\0"):
+                found.add(int(file.parent.name))
     return found
 
 
@@ -412,6 +410,12 @@ def test_an_address_where_no_ray_is_or_another_is_refused(nodes: Any, monkeypatc
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False, env=alone
     )
     assert "ClusterError: no Ray answers at '127.0.0.1:9': Connection refused. Name the head" in done.stderr
+
+
+def test_ray_is_loaded_when_it_is_used_and_not_before() -> None:
+    code = "import sys, stratagem as sg; sg.RayCluster(2), sg.MultiWorkerMirroredStrategy; print('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_a_cluster_that_asks_for_no_token_is_warned_of() -> None:

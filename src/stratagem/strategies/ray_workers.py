@@ -57,8 +57,9 @@ class RayWorkers:
         except BaseException:
             self.close()
             raise
-        kind = GPU if cluster.gpus_per_worker else CPU
-        elsewhere = LogicalDevice(kind, 0, PhysicalDevice(kind, 0), torch.device(own.torch_device.type, 0))
+        kind, type_ = (GPU if cluster.gpus_per_worker else CPU), own.torch_device.type
+        place = torch.device(type_) if type_ == "cpu" else torch.device(type_, 0)
+        elsewhere = LogicalDevice(kind, 0, PhysicalDevice(kind, 0), place)
         self.devices = (own, *[elsewhere] * (cluster.num_workers - 1))
 
     def new_replicas(self, owner: Any, *, settings: Settings, stall_timeout_s: float) -> LocalReplicas:
