@@ -5,9 +5,11 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ from stratagem.errors import (
     ClusterResourcesError,
     ClusterSpecError,
     ClusterWarning,
+    CollectiveError,
     LaunchError,
     RayMissingError,
     ReplicaDiedError,
@@ -73,9 +76,11 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Iterat
     token = tmp_path_factory.mktemp("ray") / "secrets" / "token"
     tokens.create(token)
     before = connections(os.getpid())
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the names of sockets must be short
     with guarded("sockets"), _env.without_what_ray_sets(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        patch.setenv("RAY_TMPDIR", folder)
         import ray
         from ray._private.authentication_test_utils import reset_auth_token_state
         from ray.cluster_utils import Cluster
@@ -91,6 +96,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Iterat
             cluster.shutdown()
             patch.undo()
             reset_auth_token_state()
+    shutil.rmtree(folder, ignore_errors=True)
     await_none("connections over the network", lambda: connections(os.getpid()) - before)
 
 
@@ -167,9 +173,15 @@ def test_what_a_replica_prints_and_raises_comes_here_and_the_strategy_goes_on(
             raise ValueError("bad row 812")
         sg.get_replica_context().all_reduce("sum", torch.ones(1))  # type: ignore[union-attr]
 
+    def too_often(number: int) -> None:
+        for _ in range(2 if replica() == number else 1):
+            sg.get_replica_context().all_reduce("sum", torch.ones(1))  # type: ignore[union-attr]
+
     with on_ray() as strategy:
         step = build(strategy)
         for number in (0, 1):
+            with pytest.raises(CollectiveError, match="replicas 0 and 1 do not take part in the same exchange"):
+                strategy.run(too_often, args=(number,))
             with pytest.raises(ValueError, match=r"^bad row 812") as caught:
                 strategy.run(fail, args=(number,))
         assert "raised in replica 1:" in caught.value.__notes__[0]
@@ -308,6 +320,7 @@ def test_example_starts_a_ray_of_its_own_that_lets_nobody_else_in(tmp_path: Path
     assert process.stdout.readline() == "2 replicas\n"
     found = [each for pid in at_home(home) - {process.pid} for each in connections(pid)]
     listening = [address for address, state, _ in found if state == "0A"]
+    (folder,) = {folder for pid in at_home(home) for folder in folders_of_ray(pid)}
     out, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (0, "")
     losses = [float(each) for each in re.findall(r"epoch +\d: loss (\S+),", out)]
@@ -318,6 +331,7 @@ def test_example_starts_a_ray_of_its_own_that_lets_nobody_else_in(tmp_path: Path
     token = home / ".ray" / "auth_token"
     assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     await_none("processes of Ray", lambda: at_home(home))
+    assert not folder.exists()
 
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -331,6 +345,15 @@ def at_home(home: Path) -> set[int]:
             if f"HOME={home}".encode() in file.read_bytes().split(b"\0"):
                 found.add(int(file.parent.name))
     return found
+
+
+def folders_of_ray(pid: int) -> list[Path]:
+    """The folder that the raylet among processes was started with."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        named = [word.partition("=")[2] for word in words if word.startswith("--temp_dir=")]
+        return [Path(name) for name in named if words[0].endswith("raylet")]
+    return []
 
 
 def connections(pid: int) -> set[tuple[str, str, str]]:

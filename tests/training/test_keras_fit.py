@@ -239,6 +239,14 @@ def test_model_made_outside_the_scope_is_refused(strategy: sg.Strategy) -> None:
     model.fit(X, Y, verbose=0)  # elsewhere it is Keras' own
 
 
+def test_several_steps_per_execution_are_refused_as_keras_does(strategy: sg.Strategy) -> None:
+    with strategy.scope():
+        model = functional(steps_per_execution=3)
+    for loop in (model.fit, model.evaluate):
+        with pytest.raises(ValueError, match="`steps_per_execution` must be 1 with the PyTorch backend"):
+            loop(X, Y, batch_size=8, verbose=0)
+
+
 def test_jit_compile_is_refused(strategy: sg.Strategy) -> None:
     with strategy.scope():
         model = functional(jit_compile=True)

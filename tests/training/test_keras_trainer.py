@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import stratagem as sg
+from stratagem.errors import StrategyError
 from tests.training import keras_models
 from tests.training.keras_runs import ARRAYS, LABELS, WEIGHTS, X, Y, assert_equal, build, compiled, sequential
 
@@ -312,3 +313,13 @@ def test_model_that_is_dropped_is_dropped_in_the_replicas(strategy: sg.Strategy)
     strategy.run(int)  # tells the replicas what is gone
     gc.collect()
     assert max(strategy.local_results(strategy.run(keras_models.num_keras_layers))) <= max(kinds)
+
+
+def test_model_of_a_closed_strategy_predicts_on_its_own_and_refuses_to_train(four_cpus: None) -> None:
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        model, _ = fit(sequential, {}, strategy)
+        expected = model.predict(X, verbose=0), model.evaluate(X, Y, verbose=0)
+    np.testing.assert_allclose(model.predict(X, verbose=0), expected[0], rtol=1e-4, atol=1e-6)
+    assert model.evaluate(X, Y, verbose=0) == pytest.approx(expected[1], rel=1e-5)
+    with pytest.raises(StrategyError, match="MirroredStrategy was closed at"):
+        model.fit(X, Y, verbose=0)

@@ -9,10 +9,13 @@ import functools
 import importlib
 import logging
 import re
+import shutil
 import signal
 import socket
 import stat
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, final
@@ -25,7 +28,9 @@ from stratagem.errors import ClusterError, ClusterWarning, RayMissingError
 
 AUTO: Final = "auto"
 _TOKEN: Final = "~/.ray/auth_token"  # noqa: S105  # a path, not the secret
+_SHORT: Final = "/tmp"  # noqa: S108  # mkdtemp makes a folder of its own in it
 _LOOK_S: Final = 5.0
+_REST_S: Final = 0.05
 _FIELD: Final = re.compile(r"(class_name|actor_id|pid|name|namespace|ip): ")
 _MOST_CHARACTERS: Final = 300
 
@@ -108,11 +113,12 @@ def acquire(address: str | None) -> Any:
             if not ray.is_initialized():
                 with contextlib.ExitStack() as leaving:
                     leaving.enter_context(_env.without_what_ray_sets())
+                    folder = leaving.enter_context(_folder()) if address is None else ""
+                    leaving.callback(ray.shutdown)
                     if address is None:
-                        _start(ray)
+                        _start(ray, folder)
                     else:
                         _attach(ray, address)
-                    leaving.callback(ray.shutdown)
                     session.leaving, session.is_embedded = leaving.pop_all(), address is None
             session.address = ray.get_runtime_context().gcs_address
             _sessions.append(session)
@@ -159,7 +165,21 @@ def _port(address: str) -> str:
     return address.rpartition(":")[2]
 
 
-def _start(ray: Any) -> None:
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """Where a Ray that is started here has its logs and sockets; only this user can enter it."""
+    # The names of sockets must be short, and the folder for temporary files may have a long one.
+    folder = tempfile.mkdtemp(prefix="stratagem-ray-", dir=_SHORT if Path(_SHORT).is_dir() else None)
+    try:
+        yield folder
+    finally:
+        deadline = time.monotonic() + _LOOK_S
+        while Path(folder).exists() and time.monotonic() < deadline:
+            shutil.rmtree(folder, ignore_errors=True)  # processes that are ending may still write to it
+            time.sleep(_REST_S if Path(folder).exists() else 0.0)
+
+
+def _start(ray: Any, folder: str) -> None:
     if _env.ray_auth_mode() is None:
         _make_token()
     constants: Any = importlib.import_module("ray._private.ray_constants")
@@ -167,7 +187,7 @@ def _start(ray: Any) -> None:
     before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     try:
         with _env.with_changes({_env.RAY_ON_NETWORK: "0"}), _without_ctrl_c(), _quiet():
-            ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR)
+            ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR, _temp_dir=folder)
     finally:
         constants.ENABLE_RAY_CLUSTER = before
     warn_if_open(asks_for_token(), "this machine")

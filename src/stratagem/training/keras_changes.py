@@ -1,11 +1,12 @@
 """Notices what a program changes in a compiled Keras model between two steps, besides values of variables.
 
 Attributes of layers are found as those of all modules (`replicas.control`). Here are the optimizer, the
-losses, the metrics and learning-rate schedules: when one of them is not what it was, the replicas get all anew.
+losses, the metrics, learning-rate schedules and what Keras is set to: when one of them is not what it was, the
+replicas get all anew.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import keras
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -31,6 +32,28 @@ def variables_of(model: Any, parts: Mapping[str, Any]) -> list[Any]:
     return list({id(each): each for each in (*model.variables, *model.metrics_variables, *kept)}.values())
 
 
+class Settings(NamedTuple):
+    """What Keras is set to for the whole process."""
+
+    floatx: str
+    epsilon: float
+    image_data_format: str
+    dtype_policy: str
+
+    @classmethod
+    def now(cls) -> "Settings":
+        """Those of this moment."""
+        config = keras.config
+        return cls(config.floatx(), config.epsilon(), config.image_data_format(), config.dtype_policy().name)
+
+    def apply(self) -> None:
+        """Sets Keras so in this process."""
+        keras.config.set_floatx(self.floatx)
+        keras.config.set_epsilon(self.epsilon)
+        keras.config.set_image_data_format(self.image_data_format)
+        keras.config.set_dtype_policy(self.dtype_policy)
+
+
 @final
 class Seen:
     """A compiled model as the replicas have it.
@@ -43,6 +66,7 @@ class Seen:
     def __init__(self, parts: Mapping[str, Any], variables: Sequence[Any]) -> None:
         self._parts = dict(parts)
         self._variables = [(each, each._trainable) for each in variables]
+        self._settings = Settings.now()
         self._objects = _inner(list(parts.values()))
         self._attributes: list[dict[str, Any]] = []
         self.note()
@@ -54,7 +78,8 @@ class Seen:
     def is_current(self, parts: Mapping[str, Any], variables: Sequence[Any]) -> bool:
         """Whether the model still is the same, with these parts and variables."""
         return (
-            _are_same(parts, self._parts)
+            self._settings == Settings.now()
+            and _are_same(parts, self._parts)
             and len(variables) == len(self._variables)
             and all(
                 now is known and now._trainable == trainable

@@ -23,6 +23,7 @@ from stratagem.strategies.strategy import Strategy
 from stratagem.training import keras_changes, keras_steps, keras_wire
 
 _KINDS = ("train", "test", "predict")
+_WITHOUT_TRAINING = ("test", "predict")  # what a model can do on its own when its strategy is closed
 _LOOPS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 _owners: "weakref.WeakKeyDictionary[Any, Strategy]" = weakref.WeakKeyDictionary()
@@ -87,9 +88,9 @@ class _Steps:
 
     def _run(self, kind: str, batch: Any) -> Any:
         """Runs a step on all replicas, and keeps what it changed."""
-        compiled, settings = self._current(), keras_steps.Settings.now()
+        compiled = self._current()
         self._batch = keras.tree.map_structure(lambda each: each if each is None else torch.as_tensor(each), batch)
-        told, sums = self._strategy.run(keras_steps.step, args=(kind, compiled, settings, next(self._slices)))
+        told, sums = self._strategy.run(keras_steps.step, args=(kind, compiled, next(self._slices)))
         if self._strategy.num_replicas_in_sync > 1:
             compiled.state(kind).keep(None if sums[0] is None else self._strategy.reduce("sum", sums))
         self._seen.note()
@@ -154,7 +155,7 @@ def _note_owner(original: Callable[..., Any], model: Any, *args: Any, **kwargs: 
 def _build_in_scope(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Builds what is not built yet, so that its variables are distributed."""
     strategy = _owners.get(model)
-    if strategy is None or context.state.replicas:
+    if strategy is None or context.state.replicas or not _is_open(strategy):
         return original(model, *args, **kwargs)
     with strategy.scope():
         return original(model, *args, **kwargs)
@@ -162,7 +163,7 @@ def _build_in_scope(original: Callable[..., Any], model: Any, *args: Any, **kwar
 
 def _make_function(kind: str, original: Callable[..., Any], model: Any, force: bool = False) -> Any:
     strategy, name = _owners.get(model), f"{kind}_function"
-    if strategy is None or context.state.replicas:
+    if strategy is None or context.state.replicas or (kind in _WITHOUT_TRAINING and not _is_open(strategy)):
         return original(model, force=force)
     if getattr(model, name) is None or force:
         if model.jit_compile:
@@ -170,7 +171,9 @@ def _make_function(kind: str, original: Callable[..., Any], model: Any, force: b
                 "a model was compiled with jit_compile=True, but under a strategy replicas run its steps one by one; "
                 "compile it with jit_compile=False"
             )
-        setattr(model, name, getattr(_steps_of(model, strategy), kind))
+        steps = _steps_of(model, strategy)
+        original(model, force=True)  # refuses what Keras on torch cannot do
+        setattr(model, name, getattr(steps, kind))
     return getattr(model, name)
 
 
@@ -212,10 +215,21 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 
 def _require_owner(what: str, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    scope = context.state.scopes[-1] if context.state.scopes else None
-    if scope is not None and _owners.get(model) is not scope:
+    owner, scope = _owners.get(model), context.state.scopes[-1] if context.state.scopes else None
+    if scope is not None and owner is not scope:
         raise StrategyError(
             f"model {model.name!r} was created outside strategy.scope(), so {what}() would not be distributed; "
             f"create or load it inside `with strategy.scope():`"
         )
+    if owner is not None and not _is_open(owner):
+        for kind in _WITHOUT_TRAINING:
+            setattr(model, f"{kind}_function", None)  # Keras' own will be made
     return original(model, *args, **kwargs)
+
+
+def _is_open(strategy: Strategy) -> bool:
+    try:
+        strategy._require_usable()
+    except StrategyError:
+        return False
+    return True

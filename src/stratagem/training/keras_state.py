@@ -42,9 +42,9 @@ class StepState:
         self._model = model
 
     @functools.cached_property
-    def metric_names(self) -> frozenset[str]:
-        """What the logs of metrics are called."""
-        return frozenset(self._model.get_metrics_result())
+    def metric_names(self) -> dict[str, None]:
+        """What the logs of metrics are called, in order."""
+        return dict.fromkeys(self._model.get_metrics_result())
 
     @contextlib.contextmanager
     def own_values(self, replica: ReplicaContext, num_examples: int) -> Iterator[None]:

@@ -5,15 +5,15 @@ Gradients are exchanged by `loss.backward()` as in every step; what else a step 
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
-import keras
 import torch
+from keras.src.backend.torch.trainer import TorchTrainer
 from torch.utils import _pytree as pytree
 
 from stratagem.strategies.context import current_runs, get_replica_context
 from stratagem.training import keras_norm, keras_updates
-from stratagem.training.keras_changes import optimizers_in
+from stratagem.training.keras_changes import Settings, optimizers_in
 from stratagem.training.keras_state import StepState
 
 keras_norm.connect()
@@ -32,6 +32,7 @@ class Compiled(torch.nn.Module):
     model: Any
     parts: dict[str, Any]
     variables: list[Any]
+    settings: Settings
     states: dict[str, StepState]
 
     def __init__(self, model: Any, parts: Mapping[str, Any], variables: Sequence[Any]) -> None:
@@ -40,13 +41,16 @@ class Compiled(torch.nn.Module):
         self.__dict__["model"] = model
         self.__dict__["parts"] = dict(parts)
         self.__dict__["variables"] = list(variables)
+        self.__dict__["settings"] = Settings.now()
         self.__dict__["states"] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "states": {}}  # each replica has its own
 
     def install(self) -> Any:
-        """The model, with these parts."""
+        """The model, with these parts; and Keras set as it was when they were taken."""
+        if self.settings != Settings.now():
+            self.settings.apply()
         for name, part in self.parts.items():
             if getattr(self.model, name, None) is not part:
                 self.model.__dict__[name] = part
@@ -62,50 +66,43 @@ class Compiled(torch.nn.Module):
         return self.states[kind]
 
 
-class Settings(NamedTuple):
-    """What Keras is set to for the whole process."""
-
-    floatx: str
-    epsilon: float
-    image_data_format: str
-    dtype_policy: str
-
-    @classmethod
-    def now(cls) -> "Settings":
-        """Those of this moment."""
-        config = keras.config
-        return cls(config.floatx(), config.epsilon(), config.image_data_format(), config.dtype_policy().name)
-
-    def apply(self) -> None:
-        """Sets Keras so in this process."""
-        keras.config.set_floatx(self.floatx)
-        keras.config.set_epsilon(self.epsilon)
-        keras.config.set_image_data_format(self.image_data_format)
-        keras.config.set_dtype_policy(self.dtype_policy)
-
-
-def step(kind: str, compiled: Compiled, settings: Settings, data: Any) -> tuple[Any, torch.Tensor | None]:
+def step(kind: str, compiled: Compiled, data: Any) -> tuple[Any, torch.Tensor | None]:
     """Trains on, evaluates or predicts this replica's slice; the model's own step does the work.
 
     Returns:
         Predictions, or logs by name; and what the step adds to the metrics, whose logs are then left open.
     """
-    if settings != Settings.now():
-        settings.apply()
     model, replica = compiled.install(), get_replica_context()
     state, num_examples = compiled.state(kind), _num_examples(data)
     with contextlib.nullcontext() if kind == "train" else torch.no_grad():
         if replica is None or replica.num_replicas_in_sync == 1:
             return getattr(model, f"{kind}_step")(data), None
-        with state.own_values(replica, num_examples), _something(data, num_examples) as batch:
+        with (
+            state.own_values(replica, num_examples),
+            _without_results(model, kind, state),
+            _something(data, num_examples) as batch,
+        ):
             told = getattr(model, f"{kind}_step")(batch)
     if kind == "predict":
         return told if num_examples else pytree.tree_map(lambda each: each[:0], told), None
     if kind == "train" and keras_updates.writes_to_weights(model):
         current_runs[-1].publish_written()  # here, where all are: after the run they would have to meet again
-    return {name: None if name in state.metric_names else value for name, value in told.items()}, state.sums(
-        num_examples
-    )
+    logs = {name: None if name in state.metric_names else value for name, value in told.items()}
+    return logs, state.sums(num_examples)
+
+
+@contextlib.contextmanager
+def _without_results(model: Any, kind: str, state: StepState) -> Iterator[None]:
+    """Spares Keras' own step the results of metrics at its end: they would be those of this replica alone."""
+    names = (f"{kind}_step", "compute_metrics", "get_metrics_result")
+    if kind == "predict" or any(getattr(type(model), name) is not getattr(TorchTrainer, name) for name in names):
+        yield
+        return
+    model.__dict__["get_metrics_result"] = state.metric_names.copy
+    try:
+        yield
+    finally:
+        del model.__dict__["get_metrics_result"]
 
 
 @contextlib.contextmanager
