@@ -96,7 +96,7 @@ def test_notebook_shows_the_outputs_that_it_gives(kind: str, baseline: tuple[lis
     assert epochs_of(kept)[0] == pytest.approx(baseline[0], abs=2e-4)
 
 
-def tests_of(text: str) -> list[tuple[int, float, float]]:
+def examples_tested_by(text: str) -> list[tuple[int, float, float]]:
     """The steps, losses and accuracies (in percent) that an Estimator has shown."""
     found = re.findall(r"step (\d+): loss (\S+), accuracy (\S+)%", text)
     return [(int(step), float(loss), float(accuracy)) for step, loss, accuracy in found]
@@ -105,14 +105,14 @@ def tests_of(text: str) -> list[tuple[int, float, float]]:
 @pytest.fixture(scope="module")
 def estimator_baseline() -> list[tuple[int, float, float]]:
     """What the Estimator on one device comes to in four epochs."""
-    return tests_of(run_example("estimator_baseline.py", "--epochs", "4"))
+    return examples_tested_by(run_example("estimator_baseline.py", "--epochs", "4"))
 
 
 def test_estimator_has_the_loss_of_the_baseline(estimator_baseline: list[tuple[int, float, float]]) -> None:
     shown = run_example("estimator_distributed.py", "--devices", "2", "--epochs", "4")
     assert [line.split()[-1] for line in shown.splitlines() if line.startswith("testing after")] == ["50", "100"]
     ((step, loss, accuracy),) = estimator_baseline
-    assert tests_of(shown) == [(step, pytest.approx(loss, abs=2e-3), pytest.approx(accuracy, abs=0.6))]
+    assert examples_tested_by(shown) == [(step, pytest.approx(loss, abs=2e-3), pytest.approx(accuracy, abs=0.6))]
     assert accuracy > 90
 
 
@@ -121,8 +121,8 @@ def test_estimator_notebook_has_the_losses_that_it_shows(
     tmp_path: Path, kind: str, estimator_baseline: list[tuple[int, float, float]]
 ) -> None:
     name = f"estimator_{kind}.ipynb"
-    kept = tests_of(outputs_of((EXAMPLES / name).read_text()))
-    found = tests_of(outputs_of(execute_notebook(name, tmp_path)))
+    kept = examples_tested_by(outputs_of((EXAMPLES / name).read_text()))
+    found = examples_tested_by(outputs_of(execute_notebook(name, tmp_path)))
     assert [step for step, _, _ in found] == [100, 50, 100]
     assert [loss for _, loss, _ in found] == pytest.approx([loss for _, loss, _ in kept], abs=2e-3)
     assert found[2][1] == pytest.approx(estimator_baseline[0][1], abs=2e-3)

@@ -36,8 +36,8 @@ class CentralStorageStrategy(Replicated):
         >>> strategy = CentralStorageStrategy(["cpu:0"])
         >>> with strategy.scope():
         ...     model = torch.nn.Linear(2, 1)
-        >>> strategy.local_results(strategy.run(lambda x: model(x).shape, args=(torch.ones(3, 2),)))
-        (torch.Size([3, 1]),)
+        >>> strategy.local_results(strategy.run(lambda x: tuple(model(x).shape), args=(torch.ones(3, 2),)))
+        ((3, 1),)
         >>> strategy.close()
     """
 
