@@ -69,6 +69,8 @@ ROWS: dict[str, MakeStrategy] = {
     "2 workers of 1": workers(1),
     "2 workers of 2": workers(2),
 }
+# One row of each kind, for suites on top of what the whole suite of strategies has shown.
+FEWER_ROWS = ("one device", "mirrored 2", "central storage 3", "2 workers of 2")
 # Every replica has variables of its own.
 PRIVATE = ("mirrored 2 torch", "mirrored 2 to one")
 # A run that fails in one worker ends the strategy in all.

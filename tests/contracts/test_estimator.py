@@ -11,11 +11,11 @@ from torch import nn
 import stratagem as sg
 from stratagem import estimator as sge
 from stratagem.training.checkpoints import all_checkpoints, step_of
-from tests.contracts.strategies_under_test import ROWS, WORKERS, opened
+from tests.contracts.strategies_under_test import FEWER_ROWS, WORKERS, opened
 from tests.training.estimators import FailAt, Record, X, Y, accuracy, batches, make, model_fn, one_pass, weights
 
 
-@pytest.fixture(scope="module", params=list(ROWS))
+@pytest.fixture(scope="module", params=FEWER_ROWS)
 def strategy(
     request: pytest.FixtureRequest, four_cpus: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[sg.Strategy]:

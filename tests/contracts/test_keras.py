@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import stratagem as sg
-from tests.contracts.strategies_under_test import ROWS, opened
+from tests.contracts.strategies_under_test import FEWER_ROWS, opened
 from tests.training import keras_models
 from tests.training.keras_runs import ARRAYS, LABELS, X, Y, assert_equal, build, compiled, sequential
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.fixture(scope="module", params=list(ROWS))
+@pytest.fixture(scope="module", params=FEWER_ROWS)
 def strategy(
     request: pytest.FixtureRequest, four_cpus: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[sg.Strategy]:

@@ -70,8 +70,7 @@ def assert_whole(outcome: list[object]) -> None:
     assert not torch.allclose(before, after, atol=1e-4)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("number", "victim"), [(signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGSTOP, 0)])
 def test_a_worker_that_dies_or_stops_in_a_step_is_named_to_the_other(number: signal.Signals, victim: int) -> None:
     with cluster_of([[], []]) as tasks:
         begin(tasks)
