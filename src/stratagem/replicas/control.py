@@ -6,6 +6,7 @@ a run: gradient mode, autocast and the like, which a replica must have as the ma
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -75,8 +76,14 @@ def unknown_parts(objects: Iterable[Any], known: Container[Any]) -> list[Any]:
 
 
 def _values(obj: Any, names: dict[int, int]) -> Any:
+    # Twice in every run: what most objects are is asked first.
     if isinstance(obj, torch.Tensor):
         return obj.requires_grad
+    if isinstance(obj, torch.nn.Module):
+        members = obj.__dict__
+        held = tuple([_named_parts(members[kind], names) for kind in _HELD])
+        hooks = {kind: dict(found) for kind in _HOOKS if (found := members[kind])}
+        return _OfModule(type(obj).__qualname__, _plain_members(members), held, hooks)
     if isinstance(obj, torch.optim.Optimizer):
         return [
             (
@@ -87,21 +94,24 @@ def _values(obj: Any, names: dict[int, int]) -> Any:
         ]
     if isinstance(obj, torch.amp.GradScaler):
         return obj.state_dict()
-    if not hasattr(obj, "__dict__"):
-        return None
-    members = obj.__dict__
-    plain = {key: value for key, value in members.items() if type(value) in _PLAIN}
+    return _plain_members(obj.__dict__) if hasattr(obj, "__dict__") else None
+
+
+def _plain_members(members: dict[str, Any]) -> dict[str, Any]:
+    plain = {}
     for key, value in members.items():
-        if type(value) in _SEQUENCES and all(type(each) in _PLAIN for each in value):
+        kind = type(value)
+        if kind in _PLAIN:
+            plain[key] = value
+        elif kind in _SEQUENCES and all(type(each) in _PLAIN for each in value):
             plain[key] = _own(value)
-    if not isinstance(obj, torch.nn.Module):
-        return plain
-    held = tuple(
-        {key: None if part is None else names.get(id(part), _NO_NAME) for key, part in members[kind].items()}
-        for kind in _HELD
-    )
-    hooks = {kind: dict(found) for kind in _HOOKS if (found := members[kind])}
-    return _OfModule(type(obj).__qualname__, plain, held, hooks)
+    return plain
+
+
+def _named_parts(parts: dict[str, Any], names: dict[int, int]) -> dict[str, int | None]:
+    if not parts:
+        return {}
+    return {key: None if part is None else names.get(id(part), _NO_NAME) for key, part in parts.items()}
 
 
 def _changed(before: _OfModule | None, now: _OfModule) -> _OfModule:
@@ -194,6 +204,25 @@ def surroundings() -> Surroundings:
         torch.get_float32_matmul_precision(),
         _folder(),
     )
+
+
+@functools.lru_cache(maxsize=8)
+def flattened(these: Surroundings) -> tuple[Any, ...]:
+    """The same in numbers and texts, which travel at no cost."""
+    autocast = tuple((kind, _name(dtype)) for kind, dtype in these.autocast)
+    return tuple(these._replace(autocast=autocast, dtype=_name(these.dtype)))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=8)
+def restored(plain: tuple[Any, ...]) -> Surroundings:
+    """What `flattened` was given."""
+    those = Surroundings(*plain)
+    autocast = tuple((kind, getattr(torch, str(name))) for kind, name in those.autocast)
+    return those._replace(autocast=autocast, dtype=getattr(torch, str(those.dtype)))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ _tokens = itertools.count(1)
 _MAX_NODES = 1000
 _MAX_CACHED = 16
 NUM_KEPT_FUNCTIONS = 64  # how many of the last functions that they were sent children keep
-_VALUES = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, type(...))
+_VALUES = frozenset({bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, type(...)})
 _NOT_STATE = frozenset(
     {
         *("__annotations__", "__dataclass_fields__", "__dataclass_params__", "__dict__", "__doc__", "__module__"),
@@ -72,11 +72,12 @@ class FunctionCache:
         seen: set[int] = set()
         while todo:
             value = todo.pop()
-            if self._is_reference(value) or id(value) in seen:
+            kind = type(value)
+            if kind in _VALUES:
+                found.append((kind, value))
+            elif id(value) in seen or self._is_reference(value):
                 found.append(id(value))  # the children are told when a reference ceases to exist
-            elif type(value) in _VALUES:
-                found.append((type(value), value))
-            elif type(value) in (float, complex):
+            elif kind is float or kind is complex:
                 found.append(repr(value))  # tells 0.0 from -0.0
             elif len(seen) >= _MAX_NODES:
                 return None

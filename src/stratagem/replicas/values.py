@@ -30,11 +30,16 @@ class Raw:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
-    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+    def reduced(self, beside: Callable[[Any], Any]) -> tuple[Any, ...]:
+        """The function that makes the tensor anew, and its arguments.
+
+        Args:
+            beside: Makes bytes travel beside the message, not in it.
+        """
         tensor = self._tensor
-        # As a flat row, whatever steps axes of length 1 have; it travels beside the message, not in it.
+        # As a flat row, whatever steps axes of length 1 have.
         content: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
-        data = content.tobytes() if len(content) <= _TINY_BYTES else content
+        data = content.tobytes() if len(content) <= _TINY_BYTES else beside(content)
         return _from_bytes, (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
 
 

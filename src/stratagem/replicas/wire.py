@@ -21,7 +21,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, final
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -206,7 +206,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Raw:
-            return NotImplemented  # it says itself what to do
+            return obj.reduced(pickle.PickleBuffer)
+        if isinstance(obj, FunctionType | type) and (obj.__module__ or "").startswith("stratagem."):
+            return NotImplemented  # its name is enough
         if isinstance(obj, torch.Tensor):
             return self._reduce_tensor(obj)
         if isinstance(obj, torch.optim.Optimizer):

@@ -1,6 +1,7 @@
 """What all replicas of a strategy have in common, and what each must know of one run."""
 
 import dataclasses
+from typing import Any
 
 from stratagem.errors import StrategyError
 from stratagem.replicas import control
@@ -74,3 +75,16 @@ class Run:
     changes: control.Snapshot
     written: Written
     surroundings: control.Surroundings = dataclasses.field(default_factory=control.surroundings)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # It travels in every run: most often nothing was written, and plain values cost least.
+        written = None if self.written == _NOTHING_WRITTEN else self.written
+        plain = (self.number, self.counts, self.seed, self.changes, written)
+        return _rebuilt, (*plain, control.flattened(self.surroundings))
+
+
+_NOTHING_WRITTEN = Written()
+
+
+def _rebuilt(number: int, counts: Any, seed: int | None, changes: control.Snapshot, written: Any, plain: Any) -> Run:
+    return Run(number, counts, seed, changes, written or _NOTHING_WRITTEN, control.restored(plain))

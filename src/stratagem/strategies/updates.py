@@ -109,6 +109,8 @@ class SplitUpdate:
             part.grad = _piece(gradients[number], first, last)
         with torch.no_grad():
             self._bare_step(self.inner)
+        for _, part, _, _ in self._parts:
+            part.grad = None  # it would keep the whole gradient alive, and the next pass would copy it
         # Written through another view: autograd must still notice that the values it saved are gone.
         torch.autograd.graph.increment_version([each for each in parameters if each.grad is not None])
 
