@@ -13,6 +13,7 @@ memory is an error then and never a signal later.
 import functools
 import mmap
 import os
+import resource
 from typing import final
 
 import numpy as np
@@ -26,6 +27,8 @@ PAGE_BYTES = mmap.PAGESIZE
 
 _SWAPPED = np.uint64(1 << 62)  # entries from here up are in memory or swapped out
 _FILE_PAGE = np.uint64(1 << 61)
+_NO_PAGES = np.empty(0, dtype=np.int64)
+_NOT_CLEAN = -1
 
 
 @final
@@ -42,6 +45,7 @@ class Region:
         self.num_bytes = num_bytes
         self._shared = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED)
         self._private = mmap.mmap(descriptor, num_bytes, mmap.MAP_PRIVATE)
+        self._num_faults_when_clean = _NOT_CLEAN
         self._first_page = torch.frombuffer(self._private, dtype=torch.uint8).data_ptr() // PAGE_BYTES
 
     @classmethod
@@ -79,9 +83,15 @@ class Region:
 
     def written_pages(self) -> np.ndarray:
         """The pages that this process has written through private views, and so has of its own."""
+        # To get a page of its own a process has a page fault: without any since there was none, there is none.
+        num_faults = _num_faults() if _are_faults_counted() else _NOT_CLEAN
+        if num_faults == self._num_faults_when_clean != _NOT_CLEAN:
+            return _NO_PAGES
         data = os.pread(_pagemap(os.getpid()), 8 * (self.num_bytes // PAGE_BYTES), 8 * self._first_page)
         entries = np.frombuffer(data, dtype=np.uint64)
-        return np.flatnonzero((entries >= _SWAPPED) & (entries & _FILE_PAGE == 0))
+        pages = np.flatnonzero((entries >= _SWAPPED) & (entries & _FILE_PAGE == 0))
+        self._num_faults_when_clean = _NOT_CLEAN if len(pages) else num_faults
+        return pages
 
     def publish(self, pages: np.ndarray) -> None:
         """Makes this process' own pages everyone's."""
@@ -97,6 +107,21 @@ class Region:
     def __del__(self) -> None:
         # Tensors in the memory keep it mapped; only its descriptor ends here.
         os.close(self.descriptor)
+
+
+def _num_faults() -> int:
+    """How many page faults all threads of this process have had."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_minflt + used.ru_majflt
+
+
+@functools.cache
+def _are_faults_counted() -> bool:
+    """Whether this kernel counts them at all."""
+    before = _num_faults()
+    with mmap.mmap(-1, PAGE_BYTES) as page:
+        page[0] = 1
+    return _num_faults() > before
 
 
 @functools.cache
