@@ -17,6 +17,7 @@ from stratagem.collectives.signals import Signals
 from stratagem.replicas.memory import PAGE_BYTES, Region
 
 _WINDOW_BYTES = 8 * 2**20
+_FURTHER_WINDOW_BYTES = 2 * 2**20  # other machines have it while the next one is computed
 _NUM_BUFFERS = 2  # while one window is summed, the next is shown
 _BLOCK = 128 * 1024  # elements: what is summed stays in the cache for the next pass
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -51,7 +52,7 @@ class Exchange:
         segments: Sequence[tuple[int, int]],
         num_elements: int,
         signals: Signals,
-        window_bytes: int = _WINDOW_BYTES,
+        window_bytes: int | None = None,
         *,
         further: bool = False,
     ) -> None:
@@ -64,6 +65,7 @@ class Exchange:
         self._num_early = 0
         self._last: int | None = None
         rank, size = signals.rank, signals.size
+        window_bytes = window_bytes or (_FURTHER_WINDOW_BYTES if further else _WINDOW_BYTES)
         width = _window(num_elements, dtype, window_bytes)
         count = _NUM_BUFFERS * size * width
         self._slots = slots.shared(dtype, 0, count).view(_NUM_BUFFERS, size, width)

@@ -9,7 +9,7 @@ its bits do not depend on the algorithm that a backend chooses.
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,15 @@ from stratagem.collectives.contract import (
     flat,
     shapes_of,
 )
-from stratagem.collectives.waiting import Pending, is_completed, is_over, result_of, wait_in_slices
+from stratagem.collectives.waiting import (
+    Pending,
+    is_completed,
+    is_over,
+    outcome_of,
+    reason_of,
+    result_of,
+    wait_in_slices,
+)
 from stratagem.errors import CollectiveError
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -194,12 +202,22 @@ class TorchDistributed(Collective):
         work = self._group(numbers).allreduce([numbers])
         return Pending(partial(self._finish, call, [work].pop), partial(is_completed, work), self._attend or _ignore)
 
-    def start_sum(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """The same; the result waits, and gives the tensor."""
-        pending = self.start_all_reduce(flat)
+    def start_known_sum(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins to sum what all are known to sum next, with the same size: nothing is compared.
+
+        Returns:
+            Waits, and gives the tensor.
+        """
+        self._check_connected()
+        numbers = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        carrier = numbers.float() if numbers.dtype in _LOW_PRECISION else numbers
+        under_way = [self._allreduce(carrier)] if numbers.numel() else []
 
         def wait_for_sum() -> torch.Tensor:
-            pending.wait()
+            if under_way:
+                self._do("a sum", under_way.pop, self._attend)
+                if carrier is not numbers:
+                    numbers.copy_(carrier)
             return flat
 
         return wait_for_sum
@@ -211,23 +229,30 @@ class TorchDistributed(Collective):
             what: Why they are exchanged: all must say the same.
             data: This replica's.
         """
+        return self.start_exchange(what, data)()
+
+    def start_exchange(self, what: str, data: bytes) -> Callable[[], list[bytes]]:
+        """Begins to exchange bytes; the result waits for those of all."""
         self._check_connected()
         self._drain()
         lead = f"{what}:\0".encode()
-        length = len(data).to_bytes(8, "little")
-        room = _NOTE_BYTES - len(lead) - len(length)
-        note = lead + length + data[:room].ljust(room, b"\0")
+        room = _NOTE_BYTES - len(lead) - 8
+        note = lead + len(data).to_bytes(8, "little") + data[:room].ljust(room, b"\0")
         notes = torch.empty(self.size * _NOTE_BYTES, dtype=torch.uint8)
-        self._finish(what, partial(self._allgather, notes, torch.frombuffer(bytearray(note), dtype=torch.uint8)))
-        rows = [row.tobytes() for row in notes.view(-1, _NOTE_BYTES).numpy()]
-        check_calls([row.partition(b"\0")[0].removesuffix(b":").decode(errors="replace") for row in rows])
-        rows = [row[len(lead) :] for row in rows]
-        lengths = [int.from_bytes(row[:8], "little") for row in rows]
-        if max(lengths) <= room:
-            return [row[8 : 8 + length] for row, length in zip(rows, lengths, strict=True)]
-        return [
-            each.numpy().tobytes() for each in self.all_gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        ]
+        under_way = [self._allgather(notes, torch.frombuffer(bytearray(note), dtype=torch.uint8))]
+
+        def wait_for_all() -> list[bytes]:
+            self._do(what, under_way.pop, self._attend)
+            rows = [row.tobytes() for row in notes.view(-1, _NOTE_BYTES).numpy()]
+            check_calls([row.partition(b"\0")[0].removesuffix(b":").decode(errors="replace") for row in rows])
+            rows = [row[len(lead) :] for row in rows]
+            lengths = [int.from_bytes(row[:8], "little") for row in rows]
+            if max(lengths) <= room:
+                return [row[8 : 8 + length] for row, length in zip(rows, lengths, strict=True)]
+            row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            return [each.numpy().tobytes() for each in self.all_gather(row)]
+
+        return wait_for_all
 
     def close(self) -> None:
         """Cuts the connections. Waits for a sum that is under way, no longer than `timeout_s`; drops the next ones."""
@@ -255,22 +280,12 @@ class TorchDistributed(Collective):
 
     def _finish(self, call: str, begin: Callable[[], Any]) -> None:
         """Does work of a group, while somebody attends to the world, if they want to."""
-        if self._attend is None:
-            self._do(call, begin)
-            return
-        future = self._submit(partial(self._do, call, begin))
-        wait_in_slices(partial(is_over, future), self._attend)
-        result_of(call, future)
+        self._do(call, begin, self._attend)
 
-    def _do(self, call: str, begin: Callable[[], Any]) -> None:
+    def _do(self, call: str, begin: Callable[[], Any], attend: Callable[[float], None] | None = None) -> None:
         """Begins work of a group and waits for it; says what it was if that fails."""
-        # Nothing here keeps the group or its work in a variable, nor the error of torch, which
-        # does: whoever holds on to our error must not hold on to sockets.
-        try:
-            begin().wait()
-        except RuntimeError as error:
-            reason = _reason(error)
-        else:
+        reason = outcome_of(begin, attend, blocks=self._nccl is None)
+        if reason is None:
             return
         raise CollectiveError(
             f"{call} failed on replica {self.rank}: {reason}. Another replica is gone, or did not "
@@ -304,8 +319,8 @@ class TorchDistributed(Collective):
 
     def _drain(self) -> None:
         """Lets what the thread has begun come to its end: a group must be used in one order by all."""
-        if self._last is not None and self._attend is None:  # else all work is the thread's
-            wait([self._last])
+        if self._last is not None:
+            wait_in_slices(partial(is_over, self._last), self._attend or _ignore)
             self._last = None
 
     def _agree(self, call: str, *, any_shape: bool = False) -> list[str]:
@@ -351,7 +366,7 @@ class TorchDistributed(Collective):
         try:
             self._gloo = self._connect_gloo()
         except Exception as error:  # not kept: it would keep sockets
-            return _reason(error) or type(error).__name__
+            return reason_of(error) or type(error).__name__
         return ""
 
     def _connect_gloo(self) -> Any:
@@ -391,9 +406,3 @@ def _padded(row: torch.Tensor, multiple: int) -> torch.Tensor:
 def _bytes(row: torch.Tensor) -> torch.Tensor:
     """The same memory as plain bytes, which every backend can carry, whatever the type."""
     return row.view(torch.uint8)
-
-
-def _reason(error: BaseException) -> str:
-    """What torch says, without the place in its source and without its advice."""
-    line = str(error).strip().partition("\n")[0]
-    return (line.partition("] ")[2] or line if line.startswith("[") else line).partition(". ")[0]

@@ -3,11 +3,13 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, wait
+from datetime import timedelta
 from typing import Any, Final, final
 
-from stratagem.errors import CollectiveError
+from stratagem.errors import CollectiveError, StratagemError
 
 _SLICE_S: Final = 0.1
+_SLICE: Final = timedelta(seconds=_SLICE_S)
 _LOOK_S: Final = 0.0002  # how often a GPU is asked whether it is done
 
 
@@ -69,3 +71,46 @@ def result_of(call: str, future: "Future[None]") -> None:
         future.result()
     except CancelledError as error:
         raise CollectiveError(f"{call} had not begun when its collective was closed; wait before you close") from error
+
+
+def outcome_of(
+    begin: Callable[[], Any], attend: Callable[[float], None] | None = None, *, blocks: bool = True
+) -> str | None:
+    """Begins work of a process group and waits for it; gives what went wrong, in torch's words.
+
+    Args:
+        begin: Begins it, or gives what has begun.
+        attend: Called after each slice of waiting with the seconds waited so far; may raise.
+        blocks: Whether one may wait for it a little: NCCL gives up what has not come in time.
+    """
+    # Nobody is left the work, nor the error of torch, which keeps it: whoever holds on to our error
+    # must not hold on to sockets.
+    work: Any = None
+    start = time.monotonic()
+    try:
+        work = begin()
+        while attend is not None and not (_comes(work) if blocks else is_completed(work, _SLICE_S)):
+            attend(time.monotonic() - start)
+        work.wait()
+    except RuntimeError as error:
+        if isinstance(error, StratagemError):
+            raise
+        return reason_of(error)
+    finally:
+        work = None
+    return None
+
+
+def _comes(work: Any) -> bool:
+    """Waits for a slice; tells whether it is over, well or not."""
+    try:
+        work.wait(_SLICE)
+    except RuntimeError:
+        return bool(work.is_completed())
+    return True
+
+
+def reason_of(error: BaseException) -> str:
+    """What torch says, without the place in its source and without its advice."""
+    line = str(error).strip().partition("\n")[0]
+    return (line.partition("] ")[2] or line if line.startswith("[") else line).partition(". ")[0]

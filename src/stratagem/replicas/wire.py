@@ -207,7 +207,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Raw:
             return obj.reduced(pickle.PickleBuffer)
-        if isinstance(obj, FunctionType | type) and (obj.__module__ or "").startswith("stratagem."):
+        if isinstance(obj, FunctionType | type) and _is_ours(obj):
             return NotImplemented  # its name is enough
         if isinstance(obj, torch.Tensor):
             return self._reduce_tensor(obj)
@@ -370,6 +370,11 @@ def travels_by_value(obj: Any) -> bool:
     """Whether a function, class or module is sent whole, and not as the name of one that children import."""
     _send_by_value_if_users(obj.__name__ if isinstance(obj, ModuleType) else getattr(obj, "__module__", None))
     return not cloudpickle.cloudpickle._should_pickle_by_reference(obj)
+
+
+def _is_ours(obj: Any) -> bool:
+    """Whether a function or class is one of stratagem's own, found by its name."""
+    return (obj.__module__ or "").startswith("stratagem.") and "<" not in obj.__qualname__
 
 
 def _send_by_value_if_users(name: str | None) -> None:

@@ -47,9 +47,14 @@ class Between(Collective):
         """The bytes of all, which all must exchange for the same reason."""
         return self._do(self._inner.exchange, what, data)
 
+    def start_exchange(self, what: str, data: bytes) -> Callable[[], list[bytes]]:
+        """Begins to exchange bytes; the result waits for those of all."""
+        wait = self._do(self._inner.start_exchange, what, data)
+        return lambda: self._do(wait)
+
     def start_sum(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins to sum a flat tensor, in place; the result waits, and gives the tensor."""
-        wait = self._do(self._inner.start_sum, flat)
+        """Begins to sum a flat tensor that all are known to sum next, in place; the result waits, and gives it."""
+        wait = self._do(self._inner.start_known_sum, flat)
         return lambda: self._do(wait)
 
     def close(self) -> None:

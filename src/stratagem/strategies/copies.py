@@ -137,6 +137,14 @@ class Copies(ABC):
     def share_from_first(self, parameters: Sequence[torch.Tensor]) -> None:
         """Gives all replicas what replica 0 alone has written to parameters; every one must come here."""
 
+    def take_wrote(self) -> bool:
+        """Whether the last run wrote to parameters on this machine, and other machines have not been asked yet."""
+        return False
+
+    def take_from(self, machine: int) -> None:
+        """Gives all machines the parameters of one, before a run."""
+        raise NotImplementedError("only memory that is shared is written to in a run")
+
     @abstractmethod
     def settle(self, share: float) -> bool:
         """At the end of a run: publishes what was written, and brings buffers to one state.

@@ -9,7 +9,7 @@ replicas without examples count for nothing, whatever their loss is.
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -21,6 +21,7 @@ from stratagem.replicas.variables import Placement, Store, laid_out, shaped
 from stratagem.strategies import context
 
 if TYPE_CHECKING:
+    from stratagem.strategies.between import Between
     from stratagem.strategies.runtime import Runtime
 
 FINITE_FLAG, ALL_FINITE_FLAG, IN_TIME_FLAG = 0, 3, 4
@@ -148,7 +149,9 @@ class GradientSync:
 
     def __init__(self, runtime: "Runtime") -> None:
         self._runtime = runtime
-        self._early = EarlyGradients(runtime.sum_between if runtime.settings.size == 1 else None)
+        self._start_sum = self._sum_when_agreed if runtime.between is not None else None
+        self._early = EarlyGradients(self._start_sum if runtime.settings.size == 1 else None)
+        self._agreement: Callable[[], Any] | None = None
         self.stores: list[GradientStore] = []
         self.culprits: list[tuple[int, str]] = []
         self._is_spoiled = False
@@ -163,11 +166,23 @@ class GradientSync:
         counts = self._runtime.counted[self._runtime.rank]
         for store in self.stores:
             store.begin(counts=counts)
+        if syncing and self._runtime.between is not None:
+            # Answered while the pass goes on: that all machines are in one, so that sums need no further words.
+            self._agreement = self._runtime.between.start_exchange("do a backward pass", b"")
         self._early.begin(self.stores[:1] if syncing and counts else [])
+
+    def _sum_when_agreed(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins to sum a flat tensor over the machines."""
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None:
+            agreement()
+        between: Between = self._runtime.between  # type: ignore[assignment]  # only then is this called
+        return between.start_sum(flat)
 
     def abandon(self) -> None:
         """Cleans up after a pass that has failed."""
         self._early.end()
+        self._agreement = None
         for store in self.stores:
             store.abandon()
             self._is_spoiled |= store.exchange.give_up()
@@ -196,7 +211,7 @@ class GradientSync:
         finite, present = True, []
         for store, vectors in zip(self.stores, locals_, strict=True):
             store.exchange.forget()
-            there, own_part_is_finite = store.exchange.add_up(vectors, self._runtime.sum_between)
+            there, own_part_is_finite = store.exchange.add_up(vectors, self._start_sum)
             if self._runtime.settings.unused == "error":
                 self._refuse_unused(store, vectors)
             present.append(there)
@@ -205,7 +220,7 @@ class GradientSync:
         signals.barrier()
         is_finite = all(signals.flags(FINITE_FLAG))
         if self._runtime.settings.num_machines > 1:
-            present, is_finite = self._sum_between_machines(present, is_finite, locals_, late=late)
+            present, is_finite = self._sum_between_machines(present, locals_, late=late)
         self.culprits = [] if is_finite else self._find_culprits(locals_) or _UNKNOWN_CULPRITS
         for store, there in zip(self.stores, present, strict=True):
             store.give_out(there)
@@ -213,7 +228,6 @@ class GradientSync:
     def _sum_between_machines(
         self,
         present: Sequence[Sequence[bool]],
-        is_finite: bool,
         vectors: Sequence[Sequence[torch.Tensor | None]],
         *,
         late: bool,
@@ -222,27 +236,28 @@ class GradientSync:
 
         Args:
             present: Which gradients replicas of this machine have.
-            is_finite: Whether their sums are finite.
             vectors: This replica's own.
             late: Whether some were added to after they had been sent.
         """
         signals, between = self._runtime.signals, self._runtime.between
         if between is not None:
-            for store in self.stores:
-                is_finite &= store.exchange.finish()
-            flags = bytes([is_finite, not late, *(each for there in present for each in there)])
-            columns = list(zip(*between.exchange("end a backward pass", flags), strict=True))
-            signals.put_flag(ALL_FINITE_FLAG, min(columns[0]))
-            signals.put_flag(IN_TIME_FLAG, min(columns[1]))
-            anywhere = iter(columns[2:])
+            # How many machines were late, and have each gradient: travels beside the last windows.
+            counts = torch.tensor([late, *(each for there in present for each in there)], dtype=torch.int32)
+            wait_for_counts = self._sum_when_agreed(counts)
+            # A sum over all machines that is finite on one is so on all: what is not, no other number mends.
+            finite = [store.exchange.finish() for store in self.stores]
+            num_late, *anywhere = wait_for_counts().tolist()
+            signals.put_flag(ALL_FINITE_FLAG, int(all(finite)))
+            signals.put_flag(IN_TIME_FLAG, int(not num_late))
             for store, there in zip(self.stores, present, strict=True):
-                store.exchange.note_anywhere([max(next(anywhere)) for _ in there])
+                store.exchange.note_anywhere([int(each > 0) for each in anywhere[: len(there)]])
+                anywhere = anywhere[len(there) :]
         signals.barrier()
         if not signals.flags(IN_TIME_FLAG)[0]:  # on some machine; all sum again
             for store, own in zip(self.stores, vectors, strict=True):
-                store.exchange.add_up(own, self._runtime.sum_between)
+                store.exchange.add_up(own, self._start_sum)
             signals.barrier()
-            return self._sum_between_machines(present, is_finite, vectors, late=False)
+            return self._sum_between_machines(present, vectors, late=False)
         return [store.exchange.anywhere() for store in self.stores], bool(signals.flags(ALL_FINITE_FLAG)[0])
 
     def _refuse_unused(self, store: GradientStore, vectors: Sequence[torch.Tensor | None]) -> None:

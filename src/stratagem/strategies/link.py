@@ -102,7 +102,13 @@ class Link:
                 "an earlier backward pass failed halfway, when replicas had begun to sum its gradients; let its error "
                 "end the run"
             )
-        return self._collective.start_sum(flat)
+        pending = self._collective.start_all_reduce(flat)
+
+        def wait_for_sum() -> torch.Tensor:
+            pending.wait()
+            return flat
+
+        return wait_for_sum
 
     def _attend(self, waited_s: float) -> None:
         """While torch waits: what the signals do while they wait."""

@@ -150,7 +150,7 @@ class LocalReplicas:
         self._num_runs += 1
         counts_here = values.counts_of(args, kwargs)
         with self.with_workers():
-            call = self._next_call(own, self._workers.meet(self._num_runs, counts_here))
+            call = self._next_call(own, counts_here)
         self._group.run_number = self._num_runs
         with Interrupts() as interrupts:
             with self.with_workers():
@@ -189,7 +189,10 @@ class LocalReplicas:
             self._forget_results(answers)
             raise
 
-    def _next_call(self, own: Runtime, counts: tuple[int, ...] | None) -> Run:
+    def _next_call(self, own: Runtime, counts_here: tuple[int, ...] | None) -> Run:
+        counts, writer = self._workers.meet(self._num_runs, counts_here, own.copies.take_wrote())
+        if writer is not None:
+            own.copies.take_from(writer)
         try:
             seed, changes = self._random_numbers.new_seed(), self.distribution.changes()
             return Run(self._num_runs, counts, seed, changes, own.copies.take_written())
@@ -253,13 +256,7 @@ class LocalReplicas:
                 in_child.run,
                 [
                     (
-                        *(
-                            self.key,
-                            call,
-                            prepared,
-                            values.select(args, rank, sent=True),
-                            values.select(kwargs, rank, sent=True),
-                        ),
+                        *(self.key, call, prepared, *values.select((args, kwargs), rank, sent=True)),
                         [number for owner, number in unwanted if owner == rank],
                     )
                     for rank in range(1, len(self._devices))

@@ -78,7 +78,6 @@ class Runtime:
         inside: Collective = ToOne(self.control) if settings.cross_device_ops == "to_one" else self.control
         self.collective: Collective = inside
         self.between = between
-        self.sum_between = between.start_sum if between is not None else None
         if settings.num_machines > 1:
             self.collective = TwoLevel(inside, between, settings.machine, settings.sizes)
         self.copies: Copies

@@ -240,8 +240,9 @@ class SharedCopies(Copies):
     def settle(self, share: float) -> bool:
         written = [store.region.written_pages() for store in self._parameters]
         several_machines = self._runtime.settings.num_machines > 1
-        if not self._buffers and not several_machines:
-            # Seldom is anything written after the last update: no reason for all to wait for each other.
+        if not self._buffers:
+            # Seldom is anything written after the last update: no reason for all to wait for each other. Other
+            # machines are asked when the next run begins.
             return bool(_any(written))
         buffers = [store.region.written_pages() for store in self._buffers]
         self._signals.put_flag(BUFFERS_FLAG, _any(buffers))
@@ -251,6 +252,15 @@ class SharedCopies(Copies):
             self._average_buffers(buffers, share)
         return False
 
+    def take_wrote(self) -> bool:
+        wrote, self._wrote = self._wrote, False
+        return wrote
+
+    def take_from(self, machine: int) -> None:
+        between = self._runtime.between
+        for store in self._parameters if between is not None else ():
+            store.shared.copy_(between.broadcast(store.shared, machine))  # type: ignore[union-attr]
+
     def _agree_with_machines(self, changed: bool) -> bool:
         """Gives all machines the parameters of the first that wrote to them in this run.
 
@@ -259,14 +269,12 @@ class SharedCopies(Copies):
         Returns:
             Whether they were on any.
         """
-        between, wrote = self._runtime.between, self._wrote
-        self._wrote, is_any = False, False
+        between, wrote, is_any = self._runtime.between, self.take_wrote(), False
         if between is not None:
             rows = between.exchange("end a run", bytes([changed, wrote]))
             changed, is_any = any(row[0] for row in rows), any(row[1] for row in rows)
-            for store in self._parameters if is_any else ():
-                first = next(machine for machine, row in enumerate(rows) if row[1])
-                store.shared.copy_(between.broadcast(store.shared, first))
+            if is_any:
+                self.take_from(next(machine for machine, row in enumerate(rows) if row[1]))
         self._signals.put_flag(ALL_BUFFERS_FLAG, int(changed))
         if self._signals.exchange_flag(ALL_WRITTEN_FLAG, int(is_any))[0]:
             for store in self._parameters:

@@ -50,8 +50,10 @@ class Alone:
     between = None
     fatal: Callable[[Exception], BaseException]
 
-    def meet(self, number: int, counts: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        return counts
+    def meet(
+        self, number: int, counts: tuple[int, ...] | None, wrote: bool
+    ) -> tuple[tuple[int, ...] | None, int | None]:
+        return counts, None
 
     def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str]) -> None:
         pass
@@ -107,17 +109,22 @@ class Workers:
         """The number of this worker's first replica among all."""
         return sum(self.sizes[: self.rank])
 
-    def meet(self, number: int, counts: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    def meet(
+        self, number: int, counts: tuple[int, ...] | None, wrote: bool
+    ) -> tuple[tuple[int, ...] | None, int | None]:
         """Begins a run in all workers.
 
         Args:
             number: Which run.
             counts: How many examples each replica of this worker has.
+            wrote: Whether the last run wrote to parameters here, other than by updates.
         Returns:
-            How many examples each replica of all workers has.
+            How many examples each replica of all workers has, and the first worker where the last run wrote.
         """
         self._doing = f"begin run {number}"
-        rows = self._exchange("begin a run", [number, *([_NO_COUNTS] if counts is None else counts)])
+        sent = [number, *([_NO_COUNTS] if counts is None else counts), int(wrote)]
+        rows = self._exchange("begin a run", sent)
+        writers = [rank for rank, row in enumerate(rows) if row.pop()]
         self._doing = f"finish run {number}"
         if len({row[0] for row in rows}) > 1:
             raise WorkerError(
@@ -131,9 +138,9 @@ class Workers:
                 f"only {', '.join(having)} began run {number} with a distributed batch; use strategy.distribute in "
                 f"every worker alike"
             )
-        if counts is None:
-            return None
-        return tuple(count for row in rows for count in row[1:])
+        return None if counts is None else tuple(count for row in rows for count in row[1:]), writers[
+            0
+        ] if writers else None
 
     @torch.no_grad()
     def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str]) -> None:
