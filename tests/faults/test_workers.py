@@ -128,8 +128,57 @@ def test_different_models_are_named() -> None:
         for task in tasks:
             kind, message = task.error()
             assert kind in ("WorkerError", "TaskLostError")
-            assert "worker/0 and worker/1 have different models: tensor 0 is '0.weight (16, 6)" in message
+            assert "worker/0 and worker/1 have different models: part 0 is '0.weight (16, 6)" in message
             assert "'0.weight (17, 6)" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "changed"),
+    [
+        ("worker.model[0].weight.data.add_(1.0).sum().item()", "0.weight"),
+        ("worker.optimizer.param_groups[0].update(lr=0.5)", "SGD (object"),
+        ("len(list(map(lambda each: each.requires_grad_(False), worker.model[2].parameters())))", "Parameter (object"),
+    ],
+)
+def test_what_one_worker_alone_changes_between_runs_is_named(change: str, changed: str) -> None:
+    with cluster_of([[], []]) as tasks:
+        begin(tasks)
+        together(tasks, "train(1)")
+        tasks[1].ask(change)
+        for task in tasks:
+            task.send("train(1)")
+        for task in tasks:
+            kind, message = task.error()
+            assert kind in ("WorkerError", "TaskLostError")
+            assert f"before run 2 only worker/1 changed {changed}" in message
+            assert "in every worker alike" in message
+
+
+def test_what_all_workers_change_alike_and_what_stays_as_it_was_is_no_error() -> None:
+    with cluster_of([[], []]) as tasks:
+        begin(tasks)
+        together(tasks, "train(1)")
+        tasks[0].ask("worker.model[0].weight.data.mul_(1.0).sum().item()")  # written, and not changed
+        together(tasks, "train(1)")
+        together(tasks, "worker.model[0].weight.data.mul_(0.5).sum().item()")
+        together(tasks, "worker.optimizer.param_groups[0].update(lr=0.05)")
+        first, second = together(tasks, "train(2)")
+        assert first == second
+        first, second = together(tasks, "weights()")
+        assert first == second
+
+
+def test_workers_with_different_optimizers_are_told_so() -> None:
+    with cluster_of([[], []]) as tasks:
+        begin(tasks)
+        tasks[1].ask("worker.optimizer.param_groups[0].update(momentum=0.5)")
+        for task in tasks:
+            task.send("train(1)")
+        for task in tasks:
+            message = task.error()[1]
+            assert 'worker/0 and worker/1 have different models: part 4 is "SGD' in message
+            assert "'momentum': 0.9" in message
+            assert "'momentum': 0.5" in message
 
 
 def test_a_worker_that_does_more_than_the_others_is_told_that_they_have_gone() -> None:

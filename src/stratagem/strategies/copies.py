@@ -21,12 +21,16 @@ WRITTEN_FLAG, BUFFERS_FLAG, ALL_WRITTEN_FLAG, ALL_BUFFERS_FLAG = 1, 2, 5, 6
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What the controller wrote to between two runs and must travel by value: tensors and gradients, by name."""
+    """What the controller wrote to between two runs and must travel by value: tensors and gradients, by name.
+
+    `told` is what other machines compare, where there are any: labels and checksums.
+    """
 
     values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     gradients: dict[int, torch.Tensor | None] = dataclasses.field(default_factory=dict)
     exchanges: list[Any] = dataclasses.field(default_factory=list)
     after_failure: bool = False
+    told: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 class Copies(ABC):

@@ -21,6 +21,7 @@ from stratagem.replicas.registry import Registry
 from stratagem.replicas.tracking import Tracker
 from stratagem.replicas.wire import can_be_packed, pack
 from stratagem.strategies import in_child
+from stratagem.strategies.agreement import settings_of
 from stratagem.strategies.runtime import Runtime
 from stratagem.strategies.updates import SplitUpdate, whole_state
 
@@ -124,7 +125,8 @@ class Distribution:
         labels = _labels(modules)
         named = [(next(self._names), each) for each in tensors.values() if each not in self.registry]
         self._require_sendable(others, {id(tensor): name for name, tensor in named})
-        self._replicas.make_equal([tensor for _, tensor in named], labels)
+        settings = [settings_of(each) for each in others.values() if isinstance(each, torch.optim.Optimizer)]
+        self._replicas.make_equal([tensor for _, tensor in named], labels, settings)
         variables = own.copies.place(named, labels)
         self._replicas.ask_children(in_child.adopt_variables, self._replicas.key, variables)
         for name, tensor in named:

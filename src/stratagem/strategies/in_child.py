@@ -59,6 +59,11 @@ def join(
     _joined[key] = Runtime(rank, settings, meeting, scratch, strategy, meet=meet)
 
 
+def enter(key: int, runtime: Runtime) -> None:
+    """Makes a replica known that another part of the library has made in this child."""
+    _joined[key] = runtime
+
+
 def runtime_of(key: int) -> Runtime:
     """This child's replica of a strategy."""
     return _joined[key]

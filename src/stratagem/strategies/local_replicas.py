@@ -31,7 +31,7 @@ from stratagem.replicas.heap import freed_memory_kept
 from stratagem.replicas.interrupts import Interrupts
 from stratagem.replicas.memory import Region
 from stratagem.replicas.seat import seated
-from stratagem.strategies import gradients, in_child
+from stratagem.strategies import agreement, gradients, in_child
 from stratagem.strategies.attending import Fatal, attend, causes
 from stratagem.strategies.connecting import connect
 from stratagem.strategies.distribution import Distribution
@@ -190,12 +190,15 @@ class LocalReplicas:
             raise
 
     def _next_call(self, own: Runtime, counts_here: tuple[int, ...] | None) -> Run:
-        counts, writer = self._workers.meet(self._num_runs, counts_here, own.copies.take_wrote())
-        if writer is not None:
-            own.copies.take_from(writer)
         try:
             seed, changes = self._random_numbers.new_seed(), self.distribution.changes()
-            return Run(self._num_runs, counts, seed, changes, own.copies.take_written())
+            written = own.copies.take_written()
+            if self._workers.size > 1:
+                written.told.update(agreement.changed_objects(changes, self.distribution.registry.resolve))
+            counts, writer = self._workers.meet(self._num_runs, counts_here, own.copies.take_wrote(), written.told)
+            if writer is not None:
+                own.copies.take_from(writer)
+            return Run(self._num_runs, counts, seed, changes, written)
         except BaseException:
             self.distribution.forget_state(own)  # some of what was found may count as told
             raise
@@ -205,10 +208,10 @@ class LocalReplicas:
         if self.closed_at is None and os.getpid() == self._process:
             self._workers.fail(error)
 
-    def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str]) -> None:
+    def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str], settings: Sequence[str]) -> None:
         """Lets replicas of all machines start from the same values."""
         with self.with_workers():
-            self._workers.make_equal(tensors, labels)
+            self._workers.make_equal(tensors, labels, settings)
 
     @contextlib.contextmanager
     def with_workers(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from stratagem.errors import StrategyError
+from stratagem.strategies import agreement
 from stratagem.strategies.buckets import BucketedGradients
 from stratagem.strategies.copies import Copies, Written, mark
 from stratagem.strategies.link import Link, Meet
@@ -119,6 +120,8 @@ class PrivateCopies(Copies):
                 written.values[name] = _on_host(buffer)
                 self._before[name] = buffer.detach().clone()
         self._gradients.take_as_summed(written.gradients)
+        if self._runtime.settings.num_machines > 1:
+            written.told.update({f"tensor {name}": agreement.checksum(each) for name, each in written.values.items()})
         return written
 
     @torch.no_grad()

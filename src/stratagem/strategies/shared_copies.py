@@ -14,6 +14,7 @@ import torch
 from stratagem.collectives.exchange import Exchange, chunk_of
 from stratagem.replicas.memory import Region
 from stratagem.replicas.variables import Placement, Store
+from stratagem.strategies import agreement
 from stratagem.strategies.copies import (
     ALL_BUFFERS_FLAG,
     ALL_WRITTEN_FLAG,
@@ -131,11 +132,18 @@ class SharedCopies(Copies):
 
     def take_written(self) -> Written:
         """No value travels but gradients: the pages that the controller wrote to become everyone's."""
+        told: agreement.Told = {}
+        compares = self._runtime.settings.num_machines > 1
         for store in (*self._parameters, *self._buffers):
             store.bring_back()
-            store.region.publish(store.region.written_pages())
+            pages = store.region.written_pages()
+            told |= agreement.changed_in(store, pages) if compares else {}
+            store.region.publish(pages)
         failed, self._failed = self._failed, False
-        return Written(gradients=self._changed_gradients(), exchanges=self._new_exchanges(), after_failure=failed)
+        gradients = self._changed_gradients()
+        if compares:
+            told |= {f"gradient {name}": agreement.checksum(gradient) for name, gradient in gradients.items()}
+        return Written({}, gradients, self._new_exchanges(), failed, told)
 
     def _changed_gradients(self) -> dict[int, torch.Tensor | None]:
         """What the controller did to gradients between two runs: most often it dropped them."""

@@ -6,6 +6,7 @@ join results. All of it goes over one connection between the first replicas (`be
 also the one that gradients take.
 """
 
+import json
 import struct
 import time
 import zlib
@@ -29,6 +30,7 @@ from stratagem.errors import (
     WorkerStalledError,
 )
 from stratagem.replicas.values import PerReplica, as_tensors, load_deferred
+from stratagem.strategies import agreement
 from stratagem.strategies.between import Between
 from stratagem.strategies.random_numbers import random_state, set_random_state
 
@@ -51,11 +53,11 @@ class Alone:
     fatal: Callable[[Exception], BaseException]
 
     def meet(
-        self, number: int, counts: tuple[int, ...] | None, wrote: bool
+        self, number: int, counts: tuple[int, ...] | None, wrote: bool, told: agreement.Told
     ) -> tuple[tuple[int, ...] | None, int | None]:
         return counts, None
 
-    def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str]) -> None:
+    def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str], settings: Sequence[str]) -> None:
         pass
 
     def fail(self, error: BaseException) -> None:
@@ -110,7 +112,7 @@ class Workers:
         return sum(self.sizes[: self.rank])
 
     def meet(
-        self, number: int, counts: tuple[int, ...] | None, wrote: bool
+        self, number: int, counts: tuple[int, ...] | None, wrote: bool, told: agreement.Told
     ) -> tuple[tuple[int, ...] | None, int | None]:
         """Begins a run in all workers.
 
@@ -118,12 +120,14 @@ class Workers:
             number: Which run.
             counts: How many examples each replica of this worker has.
             wrote: Whether the last run wrote to parameters here, other than by updates.
+            told: What the program has changed since.
         Returns:
             How many examples each replica of all workers has, and the first worker where the last run wrote.
         """
         self._doing = f"begin run {number}"
-        sent = [number, *([_NO_COUNTS] if counts is None else counts), int(wrote)]
+        sent = [number, *([_NO_COUNTS] if counts is None else counts), int(wrote), agreement.total(told)]
         rows = self._exchange("begin a run", sent)
+        changes = {row.pop() for row in rows}
         writers = [rank for rank, row in enumerate(rows) if row.pop()]
         self._doing = f"finish run {number}"
         if len({row[0] for row in rows}) > 1:
@@ -138,15 +142,25 @@ class Workers:
                 f"only {', '.join(having)} began run {number} with a distributed batch; use strategy.distribute in "
                 f"every worker alike"
             )
+        if len(changes) > 1:
+            everyones = self.between.exchange("compare changes", json.dumps(told).encode())
+            raise WorkerError(agreement.difference(number, self._names, [json.loads(each) for each in everyones]))
         return None if counts is None else tuple(count for row in rows for count in row[1:]), writers[
             0
         ] if writers else None
 
     @torch.no_grad()
-    def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str]) -> None:
-        """Gives all workers the first one's values of tensors that have just been distributed."""
+    def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str], settings: Sequence[str]) -> None:
+        """Gives all workers the first one's values of tensors that have just been distributed.
+
+        Args:
+            tensors: Of this worker.
+            labels: What to call them in errors, by id.
+            settings: What the optimizers among what is distributed are set to, which must be the same.
+        """
         self._doing = "distribute the model"
         forms = [f"{labels.get(id(each), '')} {tuple(each.shape)} {each.dtype}{_kind(each)}" for each in tensors]
+        forms += settings
         text = "\n".join(forms).encode()
         everyones = self._exchange("distribute a model", [len(forms), zlib.crc32(text)])
         if any(each != everyones[0] for each in everyones):
@@ -161,13 +175,13 @@ class Workers:
             for position, (first, other) in enumerate(pairs):
                 if first != other:
                     raise WorkerError(
-                        f"{self._names[0]} and {name} have different models: tensor {position} is {first!r} "
-                        f"on the one and {other!r} on the other; build the same model in every worker"
+                        f"{self._names[0]} and {name} have different models: part {position} is {first!r} on the one "
+                        f"and {other!r} on the other; build the same model and optimizer in every worker"
                     )
             if len(theirs) != len(everyones[0]):
                 raise WorkerError(
                     f"{self._names[0]} and {name} have different models: {len(everyones[0])} and {len(theirs)} "
-                    f"tensors; build the same model in every worker"
+                    f"tensors and optimizers; build the same in every worker"
                 )
         raise StrategyError("models of workers differ, and are the same when looked at closely; report this")
 

@@ -1,0 +1,369 @@
+"""One worker of a parameter server on this machine, in its process.
+
+Owns what a step means there: its values are pulled, its gradients stay its own until
+`optimizer.step()` pushes them, and what it changes in buffers is pushed with them. Offers what
+`distribution` and `in_child` need of a replica.
+"""
+
+import dataclasses
+import functools
+import inspect
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stratagem.collectives.one_replica import OneReplica
+from stratagem.devices.device import LogicalDevice
+from stratagem.devices.serving import serve_for_life
+from stratagem.errors import StrategyError
+from stratagem.parameters.consistency import BoundedStaleness, Consistency, Gate
+from stratagem.parameters.rounds import GradientSlots, Round
+from stratagem.parameters.states import StateMemory
+from stratagem.parameters.updates import SharedUpdate, as_gradient
+from stratagem.parameters.variables import TABLE, Held, LocalVariables, SharedMemoryOfShards, shared_view
+from stratagem.replicas import control, values
+from stratagem.replicas.child import this_child
+from stratagem.replicas.functions import NUM_KEPT_FUNCTIONS
+from stratagem.replicas.heap import give_back, keep_freed_memory
+from stratagem.strategies import context, in_child
+from stratagem.strategies.context import ReplicaContext
+from stratagem.strategies.random_numbers import seed_of
+from stratagem.strategies.replica_side import StrategyInReplica
+from stratagem.strategies.settings import Settings
+
+_FRESH_S = 1e-3  # for so long after a pull another one would bring next to nothing
+_NUM_EARLY_STEPS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerSettings:
+    """What all workers of a strategy have in common.
+
+    Args:
+        consistency: How far they may be apart.
+        on_nonfinite: What a gradient that is not finite does: `skip`, `raise` or `apply`.
+        torn_reads: Whether they compute with values that others may be changing.
+    """
+
+    consistency: Consistency
+    on_nonfinite: str
+    torn_reads: bool
+
+
+class Call(NamedTuple):
+    """What a worker must know of one step, besides the function.
+
+    Args:
+        number: Which call of this worker, from 1.
+        seed: New seed of random numbers, if any.
+        changes: What the main program changed in distributed objects, besides tensors.
+        surroundings: What torch is set to around the step.
+        num_pushed: How many pushes of this step an earlier worker made before it was lost.
+        round: For synchronous training: which step, and this worker's examples in it.
+    """
+
+    number: int
+    seed: int | None
+    changes: control.Snapshot
+    surroundings: tuple[Any, ...]
+    num_pushed: int = 0
+    round: Round | None = None
+
+
+class Answer(NamedTuple):
+    """What comes back from a step: the parameter whose gradient was not finite, whether it updated, its result."""
+
+    skipped: str
+    updated: bool
+    result: Any
+
+
+@final
+class WorkerRuntime:
+    """One worker.
+
+    Args:
+        worker: Its number.
+        settings: What all have in common.
+        memory: The variables.
+        strategy: The strategy, as code in a step sees it.
+    """
+
+    def __init__(
+        self, worker: int, settings: WorkerSettings, memory: SharedMemoryOfShards, strategy: StrategyInReplica
+    ) -> None:
+        self.worker = worker
+        self.shared_settings = settings
+        self.settings = Settings(1, kept_on="cpu")
+        self.variables = LocalVariables(memory, torn_reads=settings.torn_reads)
+        self.copies = self  # what `in_child` asks of copies is here as well
+        self.updates: dict[int, Any] = {}
+        self._strategy = strategy
+        self._board = memory.board
+        self._given: list[weakref.ref[Any]] = []
+        self._parameters: dict[int, torch.Tensor] = {}
+        self._marks: dict[int, int] = {}
+        self._pulled_at = 0.0
+        self._to_skip = 0
+        self._round: Round | None = None
+        self._in_step = False
+        self._num_early_steps = 0
+        self._skipped, self._updated = "", False
+        bounded = settings.consistency
+        self._gate = (
+            Gate(bounded.max_staleness, worker, memory.board, memory.locks, memory.num_shards + 1)
+            if isinstance(bounded, BoundedStaleness)
+            else None
+        )
+
+    # Distributed objects
+
+    def build(self, held: Held) -> dict[int, torch.Tensor]:
+        return self.variables.build(held)
+
+    def add(self, held: Held, tensors: Mapping[int, torch.Tensor]) -> None:
+        self.variables.add(held)
+        if held.kind != TABLE:
+            own = {name: each for name, each in tensors.items() if isinstance(each, torch.nn.Parameter)}
+            self._parameters |= own
+            self._marks |= {name: each._version for name, each in own.items()}
+
+    def add_objects(self, objects: dict[int, Any]) -> None:
+        self._num_early_steps = _NUM_EARLY_STEPS
+        for obj in objects.values():
+            self._given.append(weakref.ref(obj))
+            if isinstance(obj, torch.nn.Embedding | torch.nn.EmbeddingBag) and obj.sparse:
+                self._read_under_lock(obj)
+
+    def drop(self, names: Sequence[int]) -> None:
+        """Lets go of objects that the program has dropped; shared memory stays until the strategy ends."""
+        for name in names:
+            self.updates.pop(name, None)
+            self._parameters.pop(name, None)
+            self._marks.pop(name, None)
+
+    def take_state(self, name: int, memory: StateMemory, slots: GradientSlots | None) -> None:
+        """Takes the shared state of an optimizer: from now on its step is a push."""
+        optimizer = this_child().registry.resolve(name)  # type: ignore[union-attr]
+        for target in memory.targets:
+            while len(self.variables.journal.targets) <= target.number:
+                self.variables.journal.targets.append(target)
+            self.variables.journal.targets[target.number] = target
+        rate_of = getattr(self.shared_settings.consistency, "rate_of", None)
+        update = SharedUpdate(optimizer, memory, self.variables, self.worker, rate_of)
+        self.updates[name] = update
+        push = functools.partial(self._step_of, weakref.ref(optimizer), update, slots)
+        push._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for it
+        optimizer.step = push
+        if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
+            # Without its wrapper, which imports torch's compiler: workers have no other use for it.
+            bare = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+            optimizer.zero_grad = functools.partial(bare, weakref.proxy(optimizer))
+
+    def _read_under_lock(self, module: torch.nn.Module) -> None:
+        """Lets a table be read only while nobody changes it."""
+        child, forward = this_child(), type(module).forward
+        name = child.registry.reference(module.weight)  # type: ignore[union-attr]
+        held, own, journal = self.variables.find(cast(int, name))[0], weakref.ref(module), self.variables.journal
+        if self.shared_settings.torn_reads:
+            return
+
+        @functools.wraps(forward)
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            with journal.reading(held.shard):
+                return forward(own(), *args, **kwargs)
+
+        module.__dict__["forward"] = locked
+
+    # A step
+
+    def execute(self, call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the user's function as this worker."""
+        board, worker = self._board, self.worker
+        board.call_start[worker] = board.committed[worker]
+        board.call[worker] = call.number
+        self._to_skip, self._round = call.num_pushed, call.round
+        self._skipped, self._updated = "", False
+        self._begin()
+        context.state.replicas.append(ReplicaContext(0, OneReplica(), self._strategy))
+        self._in_step = True
+        buffers = self._held_buffers()
+        try:
+            args, kwargs = values.load_deferred((args, kwargs))
+            result = pytree.tree_map_only(torch.Tensor, _as_it_is_now, function(*args, **kwargs))
+            self._take_in_buffers(buffers)
+            self._push_rest()
+        finally:
+            self._in_step = False
+            board.in_flight[worker] = 0
+            context.state.replicas.pop()
+        if self._num_early_steps:
+            self._num_early_steps -= 1
+            give_back()
+        return Answer(self._skipped, self._updated, result)
+
+    def _begin(self) -> None:
+        if self._gate is not None:
+            self._gate.enter()
+        if time.monotonic() - self._pulled_at > _FRESH_S or self._gate is not None:
+            self._pull()
+        else:
+            self._board.in_flight[self.worker] = self.variables.version + 1
+
+    def _pull(self) -> None:
+        self.variables.pull()
+        self._note_pull()
+
+    def _note_pull(self) -> None:
+        self._pulled_at = time.monotonic()
+        self._board.in_flight[self.worker] = self.variables.version + 1
+
+    def _step_of(
+        self, held: "weakref.ref[Any]", update: SharedUpdate, slots: GradientSlots | None, closure: Any = None
+    ) -> Any:
+        """What `optimizer.step()` does in a worker."""
+        if not self._in_step:
+            raise StrategyError(
+                "optimizer.step() was called outside strategy.run; call it in the function that you run"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        optimizer: Any = held()
+        optimizer._opt_called = True
+        for hook in optimizer._optimizer_step_pre_hooks.values():
+            hook(optimizer, (), {})
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        gradients = [None if each.grad is None else as_gradient(each.grad) for each in parameters]
+        if self._may_push(parameters, gradients):
+            if self._round is not None and slots is not None:
+                self._push_in_round(update, gradients, slots, self._round)
+            else:
+                self._push(update, gradients)
+            self._updated = True
+        for hook in optimizer._optimizer_step_post_hooks.values():
+            hook(optimizer, (), {})
+        return loss
+
+    def _may_push(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> bool:
+        if all(each is None for each in gradients):
+            return False
+        if self._to_skip:
+            self._to_skip -= 1  # it was applied before the worker that had this step was lost
+            return False
+        if self.shared_settings.on_nonfinite == "apply":
+            return True
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None and not _is_finite(gradient):
+                name = this_child().registry.reference(parameter)  # type: ignore[union-attr]
+                self._skipped = self.variables.find(cast(int, name))[1].label
+                return False
+        return True
+
+    def _push(self, update: SharedUpdate | None, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Applies gradients, and with them what this worker wrote to buffers and parameters; then it is up to date."""
+        if self._gate is not None:
+            self._gate.push(lambda: self._change(update, gradients))
+        else:
+            self._change(update, gradients)
+        self._note_pull()
+
+    def _change(
+        self, update: SharedUpdate | None, gradients: Sequence[torch.Tensor | None], closes_round: int = 0
+    ) -> None:
+        variables, board = self.variables, self._board
+        buffers, written = variables.changed_buffers(), self._written()
+        shards = {held.shard for held, _ in buffers} | {variables.find(name)[0].shard for name in written}
+        plan = [(held.target, (0, len(held.target.live))) for held, _ in buffers]
+        for name in written:
+            held, placement = variables.find(name)
+            plan.append((held.target, (placement.offset, placement.offset + placement.numel)))
+        if update is not None:
+            shards |= set(update.shards_of(gradients))
+        ordered = sorted(shards)
+        with variables.journal.writing(ordered):
+            staleness = max(0, board.version - variables.version)
+            if update is not None:
+                plan = _joined(plan, update.savings(gradients))
+            with variables.journal.change(ordered, self.worker, plan):
+                for name in written:
+                    shared_view(*variables.find(name)).copy_(self._parameters[name].detach())
+                if update is not None:
+                    update.apply(gradients, staleness)
+                variables.add_buffers(buffers)
+                if closes_round:
+                    board.closed_round = closes_round
+            with variables.memory.locks.held(variables.memory.num_shards):
+                version = board.version = board.version + 1
+            for shard in ordered:
+                variables.copy_shard(shard)
+        for shard in set(range(variables.memory.num_shards)) - shards:
+            with variables.journal.reading(shard):
+                variables.copy_shard(shard)
+        variables.version = version
+        self._marks |= {name: self._parameters[name]._version for name in written}
+
+    def _push_in_round(
+        self, update: SharedUpdate, gradients: Sequence[torch.Tensor | None], slots: GradientSlots, own: Round
+    ) -> None:
+        """Gives gradients for a step of all workers; who completes it applies their mean."""
+        self._round = own.following()
+        slots.put(self.worker, gradients)
+        if slots.arrive(self.worker, own, functools.partial(self._change, update)):
+            slots.wait(own)
+        self.variables.pull()
+        self._note_pull()
+
+    def _push_rest(self) -> None:
+        """Makes known what was written to buffers and parameters after the last update."""
+        if self._written() or self.variables.changed_buffers():
+            self._push(None, [])
+
+    def _written(self) -> list[int]:
+        """Parameters that the function wrote to itself."""
+        return [name for name, each in self._parameters.items() if each._version != self._marks[name]]
+
+    def _held_buffers(self) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
+        return [
+            (module, key, buffer)
+            for reference in self._given
+            if isinstance(module := reference(), torch.nn.Module)
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def _take_in_buffers(self, held: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:
+        """Takes in what the function gave modules in new tensors (`self.mean = ...`), as if it had been written."""
+        for module, key, buffer in held:
+            new = module._buffers.get(key)
+            if new is None or new is buffer or (new.shape, new.dtype) != (buffer.shape, buffer.dtype):
+                continue
+            buffer.copy_(new.clone())  # it may be a view of the buffer itself
+            module._buffers[key] = buffer
+
+
+def _joined(first: list[Any], second: list[Any]) -> list[Any]:
+    """Savings of both, one for each target: the journal has one entry for each."""
+    merged: dict[int, Any] = {}
+    for target, what in [*first, *second]:
+        _, both = merged.get(target.number, (target, what))
+        is_range = isinstance(both, tuple)
+        merged[target.number] = target, (min(both[0], what[0]), max(both[1], what[1])) if is_range else both
+    return list(merged.values())
+
+
+def _is_finite(gradient: torch.Tensor) -> bool:
+    flat = gradient.values() if gradient.is_sparse else gradient
+    wide = torch.float32 if flat.dtype.itemsize < 4 else flat.dtype  # a sum of small floats must not overflow
+    return not flat.is_floating_point() or bool(flat.sum(dtype=wide).isfinite())
+
+
+def _as_it_is_now(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().clone()
