@@ -1,6 +1,7 @@
 """What every collective promises, asked of each: a new one is a row in `ROWS`."""
 
 import functools
+import hmac
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,17 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 
 from stratagem.collectives.contract import Collective
+from stratagem.collectives.mesh import Mesh
 from stratagem.collectives.one_replica import OneReplica
 from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import Signals
+from stratagem.collectives.sockets import Sockets, connect_all
 from stratagem.collectives.to_one import ToOne
 from stratagem.collectives.torch_distributed import TorchDistributed
 from stratagem.collectives.two_level import TwoLevel
 from stratagem.errors import CollectiveError
 from stratagem.replicas.memory import Region
-from tests.collectives.harness import PATIENCE_S, Replicas, meeting_point, same_bits, seeded, shared, started
+from tests.collectives.harness import PATIENCE_S, Replicas, give_up, meeting_point, same_bits, seeded, shared, started
 
 Results = dict[str, Any]
 
@@ -51,13 +55,23 @@ def gloo(rank: int, size: int, place: Place) -> Collective:
     return collective
 
 
+def mesh(rank: int, size: int, place: Place) -> Collective:
+    store = torch.distributed.FileStore(place.path, size)
+    found = connect_all(rank, size, store, address="127.0.0.1", sign=signed, timeout_s=PATIENCE_S)
+    return Mesh(rank, size, Sockets(found), functools.partial(give_up, missing=[]))
+
+
+def signed(message: bytes) -> bytes:
+    return hmac.digest(b"the secret of a test", message, "sha256")
+
+
 def two_level(rank: int, size: int, place: Place) -> Collective:
     """Machines of two replicas each; the last one may have one."""
     machine, inside = divmod(rank, 2)
     sizes = [2] * (size // 2) + [1] * (size % 2)
     control, slots = place.second_machine if machine else (place.control, place.slots)
     local = SharedMemory(slots, meeting_point(control, inside, sizes[machine]))
-    return TwoLevel(local, gloo(machine, len(sizes), place) if inside == 0 else None, machine, sizes)
+    return TwoLevel(local, mesh(machine, len(sizes), place) if inside == 0 else None, machine, sizes)
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,8 @@ ROWS = (
     Row(shared_memory, 4),
     Row(gloo, 2),
     Row(gloo, 3),
+    Row(mesh, 2),
+    Row(mesh, 3),
     Row(to_one, 2),
     Row(two_level, 3),
     Row(two_level, 4),

@@ -202,58 +202,6 @@ class TorchDistributed(Collective):
         work = self._group(numbers).allreduce([numbers])
         return Pending(partial(self._finish, call, [work].pop), partial(is_completed, work), self._attend or _ignore)
 
-    def start_known_sum(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins to sum what all are known to sum next, with the same size: nothing is compared.
-
-        Returns:
-            Waits, and gives the tensor.
-        """
-        self._check_connected()
-        numbers = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-        carrier = numbers.float() if numbers.dtype in _LOW_PRECISION else numbers
-        under_way = [self._allreduce(carrier)] if numbers.numel() else []
-
-        def wait_for_sum() -> torch.Tensor:
-            if under_way:
-                self._do("a sum", under_way.pop, self._attend)
-                if carrier is not numbers:
-                    numbers.copy_(carrier)
-            return flat
-
-        return wait_for_sum
-
-    def exchange(self, what: str, data: bytes) -> list[bytes]:
-        """The bytes of all replicas; if they are few, in a single exchange.
-
-        Args:
-            what: Why they are exchanged: all must say the same.
-            data: This replica's.
-        """
-        return self.start_exchange(what, data)()
-
-    def start_exchange(self, what: str, data: bytes) -> Callable[[], list[bytes]]:
-        """Begins to exchange bytes; the result waits for those of all."""
-        self._check_connected()
-        self._drain()
-        lead = f"{what}:\0".encode()
-        room = _NOTE_BYTES - len(lead) - 8
-        note = lead + len(data).to_bytes(8, "little") + data[:room].ljust(room, b"\0")
-        notes = torch.empty(self.size * _NOTE_BYTES, dtype=torch.uint8)
-        under_way = [self._allgather(notes, torch.frombuffer(bytearray(note), dtype=torch.uint8))]
-
-        def wait_for_all() -> list[bytes]:
-            self._do(what, under_way.pop, self._attend)
-            rows = [row.tobytes() for row in notes.view(-1, _NOTE_BYTES).numpy()]
-            check_calls([row.partition(b"\0")[0].removesuffix(b":").decode(errors="replace") for row in rows])
-            rows = [row[len(lead) :] for row in rows]
-            lengths = [int.from_bytes(row[:8], "little") for row in rows]
-            if max(lengths) <= room:
-                return [row[8 : 8 + length] for row, length in zip(rows, lengths, strict=True)]
-            row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            return [each.numpy().tobytes() for each in self.all_gather(row)]
-
-        return wait_for_all
-
     def close(self) -> None:
         """Cuts the connections. Waits for a sum that is under way, no longer than `timeout_s`; drops the next ones."""
         if self._thread is not None:

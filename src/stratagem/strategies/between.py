@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar, final
 import torch
 
 from stratagem.collectives.contract import Collective
+from stratagem.collectives.mesh import Mesh
 from stratagem.collectives.torch_distributed import TorchDistributed
 from stratagem.errors import CollectiveError
 
@@ -22,45 +23,57 @@ class Between(Collective):
     """A connection whose failures are final.
 
     Args:
-        inner: The connection.
-        final_error: What to raise for one of its errors.
+        mesh: Carries what is in the memory of the machines.
+        connect_accelerators: Connects what carries tensors of accelerators, when the first of them is exchanged.
+        final_error: What to raise for an error.
     """
 
-    def __init__(self, inner: TorchDistributed, final_error: Callable[[CollectiveError], BaseException]) -> None:
-        super().__init__(inner.rank, inner.size)
-        self._inner = inner
+    def __init__(
+        self,
+        mesh: Mesh,
+        connect_accelerators: Callable[[], TorchDistributed],
+        final_error: Callable[[CollectiveError], BaseException],
+    ) -> None:
+        super().__init__(mesh.rank, mesh.size)
+        self._mesh = mesh
+        self._connect_accelerators = connect_accelerators
+        self._accelerators: TorchDistributed | None = None
         self._final_error = final_error
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        return self._do(self._inner.all_reduce, tensor, op)
+        return self._do(self._way(tensor).all_reduce, tensor, op)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
-        return self._do(self._inner.broadcast, tensor, root)
+        return self._do(self._way(tensor).broadcast, tensor, root)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return self._do(self._inner.all_gather, tensor)
+        return self._do(self._way(tensor).all_gather, tensor)
 
     def barrier(self) -> None:
-        self._do(self._inner.barrier)
+        self._do(self._mesh.barrier)
 
     def exchange(self, what: str, data: bytes) -> list[bytes]:
         """The bytes of all, which all must exchange for the same reason."""
-        return self._do(self._inner.exchange, what, data)
+        return self._do(self._mesh.exchange, what, data)
 
-    def start_exchange(self, what: str, data: bytes) -> Callable[[], list[bytes]]:
-        """Begins to exchange bytes; the result waits for those of all."""
-        wait = self._do(self._inner.start_exchange, what, data)
-        return lambda: self._do(wait)
-
-    def start_sum(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins to sum a flat tensor that all are known to sum next, in place; the result waits, and gives it."""
-        wait = self._do(self._inner.start_known_sum, flat)
+    def start_sum(self, row: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins to sum a flat tensor, in place; the result waits, and gives the tensor."""
+        wait = self._do(self._mesh.start_sum, row)
         return lambda: self._do(wait)
 
     def close(self) -> None:
         """Ends the connection, also while somebody waits."""
-        self._inner.cut()
-        self._inner.close()
+        if self._accelerators is not None:
+            self._accelerators.cut()
+            self._accelerators.close()
+        self._mesh.close()
+
+    def _way(self, tensor: torch.Tensor) -> Collective:
+        if tensor.device.type == "cpu":
+            return self._mesh
+        if self._accelerators is None:
+            self._accelerators = self._do(self._connect_accelerators)
+        return self._accelerators
 
     def _do(
         self, function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs

@@ -9,7 +9,7 @@ replicas without examples count for nothing, whatever their loss is.
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -21,7 +21,6 @@ from stratagem.replicas.variables import Placement, Store, laid_out, shaped
 from stratagem.strategies import context
 
 if TYPE_CHECKING:
-    from stratagem.strategies.between import Between
     from stratagem.strategies.runtime import Runtime
 
 FINITE_FLAG, ALL_FINITE_FLAG, IN_TIME_FLAG = 0, 3, 4
@@ -149,9 +148,8 @@ class GradientSync:
 
     def __init__(self, runtime: "Runtime") -> None:
         self._runtime = runtime
-        self._start_sum = self._sum_when_agreed if runtime.between is not None else None
+        self._start_sum = runtime.between.start_sum if runtime.between is not None else None
         self._early = EarlyGradients(self._start_sum if runtime.settings.size == 1 else None)
-        self._agreement: Callable[[], Any] | None = None
         self.stores: list[GradientStore] = []
         self.culprits: list[tuple[int, str]] = []
         self._is_spoiled = False
@@ -166,23 +164,11 @@ class GradientSync:
         counts = self._runtime.counted[self._runtime.rank]
         for store in self.stores:
             store.begin(counts=counts)
-        if syncing and self._runtime.between is not None:
-            # Answered while the pass goes on: that all machines are in one, so that sums need no further words.
-            self._agreement = self._runtime.between.start_exchange("do a backward pass", b"")
         self._early.begin(self.stores[:1] if syncing and counts else [])
-
-    def _sum_when_agreed(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins to sum a flat tensor over the machines."""
-        agreement, self._agreement = self._agreement, None
-        if agreement is not None:
-            agreement()
-        between: Between = self._runtime.between  # type: ignore[assignment]  # only then is this called
-        return between.start_sum(flat)
 
     def abandon(self) -> None:
         """Cleans up after a pass that has failed."""
         self._early.end()
-        self._agreement = None
         for store in self.stores:
             store.abandon()
             self._is_spoiled |= store.exchange.give_up()
@@ -243,7 +229,7 @@ class GradientSync:
         if between is not None:
             # How many machines were late, and have each gradient: travels beside the last windows.
             counts = torch.tensor([late, *(each for there in present for each in there)], dtype=torch.int32)
-            wait_for_counts = self._sum_when_agreed(counts)
+            wait_for_counts = between.start_sum(counts)
             # A sum over all machines that is finite on one is so on all: what is not, no other number mends.
             finite = [store.exchange.finish() for store in self.stores]
             num_late, *anywhere = wait_for_counts().tolist()

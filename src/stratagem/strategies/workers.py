@@ -19,6 +19,8 @@ from stratagem._caller import warn_caller
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.store import ClusterStore
 from stratagem.collectives.contract import MismatchError
+from stratagem.collectives.mesh import Mesh
+from stratagem.collectives.sockets import Sockets, connect_all
 from stratagem.collectives.torch_distributed import TorchDistributed
 from stratagem.errors import (
     CollectiveError,
@@ -88,19 +90,32 @@ class Workers:
         self._reminded_s = 0.0
         self._doing = "connect"
         self.fatal: Callable[[Exception], BaseException] = lambda error: error
+        found = connect_all(
+            self.rank,
+            self.size,
+            ClusterStore(membership, timeout_s=membership.join_timeout_s),
+            address=membership.own_host,
+            sign=membership.sign,
+            timeout_s=membership.join_timeout_s,
+            attend=self._attend,
+        )
+        mesh = Mesh(self.rank, self.size, Sockets(found), self._attend)
+        self.between = Between(mesh, self._connect_accelerators, lambda error: self.fatal(self.explain(error)))
+        self.sizes = tuple(each[0] for each in self._exchange("count replicas", [num_replicas]))
+        self.draw_alike()
+
+    def _connect_accelerators(self) -> TorchDistributed:
         connection = TorchDistributed(
             self.rank,
             self.size,
-            store=ClusterStore(membership),
-            address=membership.own_host,
-            timeout_s=stall_timeout_s + 3600.0,  # who is late is for `_attend` to judge
-            start_timeout_s=membership.join_timeout_s,
+            store=ClusterStore(self._membership),
+            address=self._membership.own_host,
+            timeout_s=self._stall_timeout_s + 3600.0,  # who is late is for `_attend` to judge
+            start_timeout_s=self._membership.join_timeout_s,
             attend=self._attend,
         )
         connection.start()
-        self.between = Between(connection, lambda error: self.fatal(self.explain(error)))
-        self.sizes = tuple(each[0] for each in self._exchange("count replicas", [num_replicas]))
-        self.draw_alike()
+        return connection
 
     @property
     def num_replicas(self) -> int:
