@@ -67,7 +67,8 @@ def test_taken_port_names_who_has_it() -> None:
             sg.Server({"worker": [f"127.0.0.1:{port}"]})
         other.communicate("\n", timeout=PATIENCE_S)
     assert str(caught.value) == (
-        f"127.0.0.1:{port} is taken (pid {other.pid} {name}); end that program, or give worker/0 another port"
+        f"127.0.0.1:{port} is taken (pid {other.pid} {name}); end that program, or give worker/0 another port; "
+        f"if it is a worker/0 itself, give this task another index"
     )
 
 

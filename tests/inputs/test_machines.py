@@ -110,6 +110,21 @@ class Files:
         return iter([torch.tensor([number] * 2) for number in self.files])
 
 
+class StreamOfFiles(torch.utils.data.IterableDataset):
+    def __init__(self, files):
+        self.files = files
+
+    def __iter__(self):
+        return (number * 10 + line for number in self.files for line in range(4))
+
+
+def test_files_of_a_loader_are_shared_out():
+    loader = torch.utils.data.DataLoader(StreamOfFiles([1, 2, 3]), batch_size=4)
+    parts = [seen(host, distribute(loader, host, auto_shard="file")) for host in machines()]
+    assert parts == [[[[10, 11], [12, 13]], [[30, 31], [32, 33]]], [[[20, 21, 22, 23]]]]
+    assert loader.dataset.files == [1, 2, 3]
+
+
 def test_files_are_shared_out():
     parts = [seen(host, distribute(Files([1, 2, 3]), host, auto_shard="file")) for host in machines()]
     assert parts == [[[[1], [1]], [[3], [3]]], [[[2, 2]]]]
@@ -119,7 +134,7 @@ def test_the_wrong_way_to_share_is_refused():
     host = machines()[0]
     with pytest.raises(StrategyError, match=r"auto_shard is one of 'data', 'file', 'off', got 'rows'"):
         distribute([torch.ones(2)], host, auto_shard="rows")
-    with pytest.raises(StrategyError, match=r"a list of its files in `files`, got list without"):
+    with pytest.raises(StrategyError, match=r"a list of its files in `files`.*, got list without"):
         distribute([torch.ones(2)], host, auto_shard="file")
     with pytest.raises(StrategyError, match=r"each of 2 workers its files, and there are 1"):
         distribute(Files([1]), host, auto_shard="file")

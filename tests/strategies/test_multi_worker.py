@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.cluster import token
+from stratagem.cluster import membership, token
 from stratagem.cluster.simple import SimpleResolver
-from stratagem.errors import ClusterJoinError, StrategyError
+from stratagem.errors import ClusterJoinError, StratagemWarning, StrategyError
 from tests.cluster.tasks import TaskProcess, free_ports, workers
 
 
@@ -58,6 +58,25 @@ def test_a_worker_that_never_comes_is_named() -> None:
         )
     assert f"worker/1 ({cluster['worker'][1]}) has not come after 0.5 s" in str(caught.value)
     assert "join_timeout_s" in str(caught.value)
+
+
+def test_who_is_waited_for_is_told_when_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "_SILENT_S", 0.1)
+    resolver = SimpleResolver(workers(2), task_type="worker", task_id=1)
+    with (
+        pytest.warns(StratagemWarning, match=r"worker/1 waits for worker/0 \(127\.0\.0\.1:\d+\), 1 s at most"),
+        pytest.raises(ClusterJoinError),
+    ):
+        sg.MultiWorkerMirroredStrategy(["cpu:0"], cluster_resolver=resolver, join_timeout_s=1.0)
+
+
+@pytest.mark.parametrize("strategy", [sg.MirroredStrategy, sg.CentralStorageStrategy])
+def test_strategies_of_one_machine_warn_of_other_workers(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tf_config(monkeypatch, workers(2), "worker", 1)
+    with pytest.warns(StratagemWarning, match="this is worker/1 of 2 workers: each trains a model of its own"):
+        strategy(["cpu:0"]).close()
+    tf_config(monkeypatch, workers(1), "worker", 0)
+    strategy(["cpu:0"]).close()  # warnings are errors here
 
 
 @pytest.mark.parametrize("name", ["stall_timeout_s", "join_timeout_s", "worker_timeout_s"])

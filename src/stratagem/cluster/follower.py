@@ -74,6 +74,11 @@ class Follower:
         return [member for member in self._came if member.task not in self._gone]
 
     @property
+    def present(self) -> list[str]:
+        """Who has come so far, as far as this task knows."""
+        return list(self._present)
+
+    @property
     def own_host(self) -> str:
         """The address of this machine with which it reaches the keeper."""
         return "" if self._channel is None else self._channel.own_host

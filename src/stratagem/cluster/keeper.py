@@ -79,6 +79,11 @@ class Keeper:
         self.own_host = "" if address is None else address.host
 
     @property
+    def present(self) -> list[str]:
+        """Who has come so far."""
+        return [member.task for member in self.members]
+
+    @property
     def members(self) -> list[Member]:
         """Who takes part now, in the order of the cluster."""
         everyone = {name: joined.member for name, joined in self._joined.items()} | {self._own.task: self._self()}

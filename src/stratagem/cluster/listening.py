@@ -99,7 +99,10 @@ def _bound(family: socket.AddressFamily, place: tuple[object, ...]) -> socket.so
 def _explained(error: OSError, task: Task, address: Address) -> OSError:
     if error.errno == errno.EADDRINUSE:
         holder = holder_of(address.port) or "by a program that this user may not see"
-        return AddressInUseError(f"{address} is taken ({holder}); end that program, or give {task.name} another port")
+        return AddressInUseError(
+            f"{address} is taken ({holder}); end that program, or give {task.name} another port; "
+            f"if it is a {task.name} itself, give this task another index"
+        )
     return AddressError(f"{task.name} cannot listen at {address}: {error.strerror}")
 
 

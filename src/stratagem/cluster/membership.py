@@ -4,11 +4,13 @@ Owns the life of a membership and the store's operations as plain calls. What is
 `keeper`, for the first task, and `follower`, for all others; both run in a thread of their own.
 """
 
+import concurrent.futures
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, Self, TypeVar, final
 
+from stratagem._caller import warn_caller
 from stratagem.cluster import token as tokens
 from stratagem.cluster.agreement import Introduction
 from stratagem.cluster.follower import Follower
@@ -19,9 +21,10 @@ from stratagem.cluster.messages import Kind
 from stratagem.cluster.server import Server
 from stratagem.cluster.spec import ClusterLike, ClusterSpec, Task
 from stratagem.cluster.values import LOST, OK, TIMEOUT, Reply, Request, check_value
-from stratagem.errors import ClusterError, ClusterSpecError, ClusterTimeoutError, TaskLostError
+from stratagem.errors import ClusterError, ClusterSpecError, ClusterTimeoutError, StratagemWarning, TaskLostError
 
 _WAIT_S: Final = 60.0
+_SILENT_S: Final = 5.0  # how long to wait without a word
 
 _Result = TypeVar("_Result")
 
@@ -141,12 +144,28 @@ class Membership:
             raise ClusterError(f"{self.task.name} has joined already, or tried to; make a new Membership to join anew")
         try:
             self._side = self._begin()
-            self._thread.run(self._side.join(self.join_timeout_s))
+            self._wait_for_all(self._side)
         except BaseException:
             self._stop()
             raise
         self._has_joined = True
         return self
+
+    def _wait_for_all(self, side: Keeper | Follower) -> None:
+        """Joins; says whom it waits for when that takes long."""
+        joining = self._thread.submit(side.join(self.join_timeout_s))
+        try:
+            if concurrent.futures.wait([joining], _SILENT_S).not_done:
+                missing = [str(task) for task in self.participants if task.name not in side.present]
+                warn_caller(
+                    f"{self.task.name} waits for {', '.join(missing)}, {self.join_timeout_s:g} s at most "
+                    f"(join_timeout_s)",
+                    StratagemWarning,
+                )
+            joining.result()
+        except BaseException:
+            joining.cancel()
+            raise
 
     def leave(self, linger_s: float = 5.0) -> None:
         """Takes leave of the others, for whom this is no loss. A second time it does nothing.

@@ -8,6 +8,8 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
+from torch.utils.data import DataLoader, IterableDataset
+
 from stratagem.errors import StrategyError
 from stratagem.inputs.host import Host
 from stratagem.inputs.splitting import emptied_batch
@@ -80,11 +82,16 @@ class OwnData:
 
 def files_of_this_machine(data: Any, host: Host) -> Any:
     """A copy of the data that reads every n-th of its files."""
+    if isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset):
+        own = copy.copy(data)
+        own.__dict__["dataset"] = files_of_this_machine(data.dataset, host)  # its own way refuses to change it
+        return own
     files = getattr(data, "files", None)
     if files is None:
         raise StrategyError(
-            f"auto_shard='file' is for data with a list of its files in `files`, got {type(data).__name__} without; "
-            f"give it one, or use auto_shard='data'"
+            f"auto_shard='file' is for data with a list of its files in `files` (a Dataset, an iterable of batches, or "
+            f"a DataLoader of an IterableDataset), got {type(data).__name__} without; give it one, or use "
+            f"auto_shard='data'"
         )
     num_machines, number = host.input_pipeline
     if len(files) < num_machines:

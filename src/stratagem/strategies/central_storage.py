@@ -9,7 +9,7 @@ from stratagem.devices.lookup import DeviceLike
 from stratagem.strategies import context
 from stratagem.strategies.local_replicas import LocalReplicas
 from stratagem.strategies.mirrored import choose_way
-from stratagem.strategies.replicated import Replicated, require_seconds
+from stratagem.strategies.replicated import Replicated, require_seconds, warn_of_others
 from stratagem.strategies.settings import Settings
 
 
@@ -53,6 +53,7 @@ class CentralStorageStrategy(Replicated):
     ) -> None:
         context.require_controller("CentralStorageStrategy()")
         require_seconds(stall_timeout_s=stall_timeout_s)
+        warn_of_others("CentralStorageStrategy")
         chosen = this_process().select(compute_devices)
         kept_on = this_process().resolve(parameter_device) if parameter_device is not None else None
         way = choose_way("auto", chosen)

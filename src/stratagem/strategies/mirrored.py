@@ -10,7 +10,7 @@ from stratagem.devices.lookup import DeviceLike
 from stratagem.errors import StrategyError
 from stratagem.strategies import context
 from stratagem.strategies.local_replicas import LocalReplicas
-from stratagem.strategies.replicated import Replicated, require_seconds
+from stratagem.strategies.replicated import Replicated, require_seconds, warn_of_others
 from stratagem.strategies.settings import Settings
 
 
@@ -55,6 +55,7 @@ class MirroredStrategy(Replicated):
         chosen = this_process().select(devices)
         settings = Settings(len(chosen), gradients, unused, on_nonfinite, choose_way(cross_device_ops, chosen))
         require_seconds(stall_timeout_s=stall_timeout_s)
+        warn_of_others("MirroredStrategy")
         super().__init__(
             chosen, functools.partial(LocalReplicas, devices=chosen, settings=settings, stall_timeout_s=stall_timeout_s)
         )

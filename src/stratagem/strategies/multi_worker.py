@@ -52,6 +52,8 @@ class MultiWorkerMirroredStrategy(Replicated):
         join_timeout_s: How long to wait for all workers to come.
         worker_timeout_s: How long to wait for a worker that lives but does not come; every minute a
             warning tells that it is waited for.
+        allow_all_interfaces: Whether the first worker may listen on all addresses of its machine, where its own
+            cannot be had (a network that translates addresses).
     Raises:
         ClusterError: Workers did not come, or do not fit together.
         StrategyError: An option is not one of its values, or the call is inside a replica.
@@ -70,6 +72,7 @@ class MultiWorkerMirroredStrategy(Replicated):
         stall_timeout_s: float = 60.0,
         join_timeout_s: float = 60.0,
         worker_timeout_s: float = 1800.0,
+        allow_all_interfaces: bool = False,
     ) -> None:
         context.require_controller("MultiWorkerMirroredStrategy()")
         if cluster_resolver is not None and not isinstance(cluster_resolver, Resolver):
@@ -92,7 +95,8 @@ class MultiWorkerMirroredStrategy(Replicated):
         chosen = this_process().select(devices)
         way = choose_way(cross_device_ops, chosen)
         settings = Settings(len(chosen), gradients, unused, on_nonfinite, way)
-        membership = _join(self._resolver, settings, join_timeout_s) if self._resolver is not None else None
+        everywhere = allow_all_interfaces
+        membership = _join(self._resolver, settings, join_timeout_s, everywhere) if self._resolver is not None else None
         if membership is not None:
             self._workers = _meet(membership, len(chosen), worker_timeout_s)
             settings = dataclasses.replace(settings, sizes=self._workers.sizes, machine=self._workers.rank)
@@ -176,7 +180,7 @@ def _check_with_ray(cluster: Any, devices: Any, resolver: Any, cross_device_ops:
         )
 
 
-def _join(resolver: Resolver, settings: Settings, join_timeout_s: float) -> Membership | None:
+def _join(resolver: Resolver, settings: Settings, join_timeout_s: float, everywhere: bool) -> Membership | None:
     """Meets the other workers; `None` if there are no others."""
     spec, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
     jobs = [each for each in _JOBS if each in spec.jobs]
@@ -188,7 +192,8 @@ def _join(resolver: Resolver, settings: Settings, join_timeout_s: float) -> Memb
             f"{job or 'no task'}; leave it out of this task's program, or give the task another job"
         )
     signature = {name: getattr(settings, name) for name in ("gradients", "unused", "on_nonfinite")}
-    return Membership(spec, job, index, jobs=jobs, signature=signature, join_timeout_s=join_timeout_s).join()
+    options: dict[str, Any] = {"join_timeout_s": join_timeout_s, "allow_all_interfaces": everywhere}
+    return Membership(spec, job, index, jobs=jobs, signature=signature, **options).join()
 
 
 def _meet(membership: Membership, num_replicas: int, worker_timeout_s: float) -> Workers:

@@ -4,8 +4,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from stratagem._caller import warn_caller
+from stratagem.cluster.resolver import found
+from stratagem.cluster.spec import CHIEF, WORKER
 from stratagem.devices.device import LogicalDevice
-from stratagem.errors import StrategyError
+from stratagem.errors import StratagemError, StratagemWarning, StrategyError
 from stratagem.strategies import context
 from stratagem.strategies.local_replicas import LocalReplicas
 from stratagem.strategies.strategy import Strategy, require_call
@@ -62,6 +65,22 @@ class Replicated(Strategy):
         if self._replicas.closed_at is None:
             self._replicas.start()
             self._replicas.ask_children(function, *arguments)
+
+
+def warn_of_others(strategy: str) -> None:
+    """Warns if this process is one of several that train, of which this strategy knows nothing."""
+    with contextlib.suppress(StratagemError):  # whoever needs the cluster says what is wrong with it
+        resolver = found().resolver
+        if resolver is None or resolver.task_type not in (CHIEF, WORKER):
+            return
+        spec = resolver.cluster_spec()
+        number = sum(spec.num_tasks(job) for job in (CHIEF, WORKER) if job in spec.jobs)
+        if number > 1:
+            warn_caller(
+                f"{strategy} trains on this machine alone, and this is {resolver.task_type}/{resolver.task_id} of "
+                f"{number} workers: each trains a model of its own; MultiWorkerMirroredStrategy trains one",
+                StratagemWarning,
+            )
 
 
 def require_seconds(**times: float) -> None:

@@ -119,7 +119,23 @@ class Strategy(ABC):
             uneven: `allow` replicas to get one example more than others or none, or make that an `error`.
             auto_shard: How several machines share the data. `data`: all see the same global batches, and each
                 loads only its rows. `file`: each reads its own of the `files` that the data has. `off`: what
-                each has is its own already. In the last two cases batches are those of one machine.
+                each has is its own already. In the last two cases batches are those of one machine:
+                `global_batch_size` examples, or what the loader yields, on each, so that a step takes as many times
+                more examples as there are machines.
+
+        Example, with files (one worker of two gets `part-0` and `part-2`)::
+
+            class Lines(torch.utils.data.IterableDataset):
+                def __init__(self, files):
+                    self.files = files
+
+                def __iter__(self):
+                    for file in self.files:
+                        yield from read(file)
+
+            loader = DataLoader(Lines(["part-0", "part-1", "part-2", "part-3"]), batch_size=32)
+            for batch in strategy.distribute(loader, auto_shard="file"):
+                ...
         """
         return inputs.distribute(
             data,
