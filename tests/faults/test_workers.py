@@ -86,6 +86,32 @@ def test_a_worker_that_dies_or_stops_in_a_step_is_named_to_the_other(number: sig
     assert_whole([outcome[0] + 3, *outcome[1:]])
 
 
+@pytest.mark.parametrize("way", ["torch", "to_one"])
+def test_workers_whose_replicas_share_no_variables(way: str) -> None:
+    with cluster_of([[], []]) as tasks:
+        begin(tasks, num_replicas=2, cross_device_ops=way)
+        first, second = together(tasks, "train(3)")
+        assert first == second
+        weights, others = together(tasks, "weights()")
+    assert weights == others
+    for ours, theirs in zip(weights, expected_weights(3), strict=True):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("width", "outcome"), [(16, "value"), (200_000, "error")])
+def test_a_pass_that_failed_can_be_ignored_only_if_nothing_was_sent(width: int, outcome: str) -> None:
+    with cluster_of([[], []]) as tasks:
+        begin(tasks, width=width)
+        together(tasks, "train(1)")
+        for task in tasks:
+            task.send("swallow_a_failed_pass(1)")
+        outcomes = [task.answer() for task in tasks]
+        assert all(outcome in each for each in outcomes), outcomes
+        if outcome == "value":
+            first, second = together(tasks, "weights()")
+            assert first == second
+
+
 def test_an_error_in_one_worker_is_raised_there_and_told_to_the_other() -> None:
     with cluster_of([[], []]) as tasks:
         begin(tasks, num_replicas=2)

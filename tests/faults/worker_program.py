@@ -70,6 +70,67 @@ def train(num_steps: int, fail_in: int | None = None) -> list[float]:
     return losses
 
 
+class TwoTypes(nn.Module):
+    """Parameters of two types, which are exchanged one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(NUM_FEATURES, 300), nn.Linear(300, 3, dtype=torch.float64)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.wide(torch.tanh(self.narrow(inputs)).double())
+
+
+def make_other_model() -> nn.Module:
+    torch.manual_seed(2)
+    return TwoTypes()
+
+
+def clamping_step(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Writes to weights besides the update."""
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(inputs), targets)
+    loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        model.narrow.weight.clamp_(-0.2, 0.2)
+    return loss
+
+
+def train_other(num_steps: int) -> list[list[float]]:
+    """Trains another model, and returns its weights."""
+    strategy = worker.strategy
+    with strategy.scope():
+        model = make_other_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for number in range(num_steps):
+        (distributed,) = strategy.distribute([batch(number)])
+        strategy.run(clamping_step, args=(model, optimizer, *distributed))
+    return [each.detach().flatten().tolist() for each in model.parameters()]
+
+
+def swallow_a_failed_pass(failing: int) -> str:
+    """Goes on after a backward pass that failed in one worker, when gradients were on their way."""
+
+    def fail(_: Any) -> None:
+        raise ValueError("in the middle")
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        worker.optimizer.zero_grad()
+        hidden = worker.model[0](inputs)
+        if sg.get_replica_context().replica_id_in_sync_group == failing:
+            hidden.register_hook(fail)
+        try:
+            nn.functional.cross_entropy(worker.model[2](worker.model[1](hidden)), targets).backward()
+        except ValueError:
+            nn.functional.cross_entropy(worker.model(inputs), targets).backward()
+        worker.optimizer.step()
+
+    (distributed,) = worker.strategy.distribute([batch(0)])
+    worker.strategy.run(step, args=distributed)
+    return "went on"
+
+
 def train_until_failure() -> list[Any]:
     """Trains until something happens: how many steps were finished, the error, and the weights after it."""
     worker.last_step = -1

@@ -14,6 +14,7 @@ from stratagem.cluster import membership, token
 from stratagem.cluster.simple import SimpleResolver
 from stratagem.errors import ClusterJoinError, StratagemWarning, StrategyError
 from tests.cluster.tasks import TaskProcess, free_ports, workers
+from tests.faults import worker_program
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +125,17 @@ def test_workers_of_different_size_train_as_one(two: list[TaskProcess]) -> None:
     first, second = ask_both(two, "train(3)")
     assert first == second
     assert ask_both(two, "weights()")[0] == ask_both(two, "weights()")[1]
+
+
+def test_parameters_of_two_types_and_weights_written_in_a_step(two: list[TaskProcess]) -> None:
+    first, second = ask_both(two, "train_other(4)")
+    assert first == second
+    model = worker_program.make_other_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for number in range(4):
+        worker_program.clamping_step(model, optimizer, *worker_program.batch(number))
+    for ours, theirs in zip(first, model.parameters(), strict=True):
+        torch.testing.assert_close(torch.tensor(ours), theirs.detach().flatten().float(), rtol=1e-4, atol=1e-5)
 
 
 def test_results_of_all_replicas_come_to_every_worker(two: list[TaskProcess]) -> None:
