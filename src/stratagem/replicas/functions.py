@@ -46,12 +46,13 @@ class FunctionCache:
 
     def __init__(self, is_reference: Callable[[Any], bool]) -> None:
         self._is_reference = is_reference
-        self._known: dict[int, tuple[weakref.ref[Any], tuple[Any, ...], int]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], tuple[Any, ...], int, list[Any]]] = {}
         self._newest = 0
 
     def prepare(self, function: Any) -> tuple[int, Any]:
         """What to send: a token and the function, or the token alone if the children have it."""
-        fingerprint = self._fingerprint(function) if isinstance(function, types.FunctionType) else None
+        kept: list[Any] = []
+        fingerprint = self._fingerprint(function, kept) if isinstance(function, types.FunctionType) else None
         known = self._known.get(id(function))
         if known is not None and known[2] <= self._newest - NUM_KEPT_FUNCTIONS:
             known = None
@@ -62,11 +63,14 @@ class FunctionCache:
         if fingerprint is not None:
             while len(self._known) >= _MAX_CACHED:
                 self._known.pop(next(iter(self._known)))
-            self._known[id(function)] = weakref.ref(function), fingerprint, token
+            self._known[id(function)] = weakref.ref(function), fingerprint, token, kept
         return token, function
 
-    def _fingerprint(self, function: Any) -> tuple[Any, ...] | None:
-        """Equal as long as nothing that travels with the function has changed; `None` if that cannot be told."""
+    def _fingerprint(self, function: Any, kept: list[Any]) -> tuple[Any, ...] | None:
+        """Equal as long as nothing that travels with the function has changed; `None` if that cannot be told.
+
+        Objects are known by their ids. They are put into `kept`, so that no other can take their place.
+        """
         found: list[Any] = []
         todo: list[Any] = [function]
         seen: set[int] = set()
@@ -82,7 +86,8 @@ class FunctionCache:
             elif len(seen) >= _MAX_NODES:
                 return None
             else:
-                found.append(_Identity(value))
+                kept.append(value)
+                found.append(id(value))
                 parts = _parts(value, found)
                 if parts is None:
                     return None
@@ -137,7 +142,7 @@ def _parts_of_definition(value: Any, found: list[Any]) -> Iterable[Any]:
 
 
 def _parts_of_function(function: types.FunctionType, found: list[Any]) -> Iterator[Any]:
-    found[-1] = _Identity(function.__code__)
+    found[-1] = function.__code__  # equal to one with the same content, and as good
     yield from (function.__defaults__, function.__kwdefaults__, function.__dict__)
     for cell in function.__closure__ or ():
         yield cell.cell_contents if _is_filled(cell) else None
@@ -191,20 +196,6 @@ def _is_only_its_dict(value: Any) -> bool:
         and not hasattr(kind, "__getnewargs_ex__")
         and kind not in copyreg.dispatch_table
     )
-
-
-@final
-class _Identity:
-    """An object that equals only itself, and is kept alive so that its place is not taken."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 @functools.lru_cache(maxsize=256)

@@ -254,12 +254,18 @@ def reduce(op: str, value: PerReplica, *, weighted: bool) -> Any:
     if len({each.shape for each in tensors}) > 1:
         shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
         raise StrategyError(f"reduce needs tensors of one shape, replicas returned {shapes}; use gather to join them")
+    weights = [count if weighted else 1 for count in counts if count > 0]
+    if op == "mean" and all(each.dim() == 0 and each.dtype == torch.float32 for each in tensors):
+        # A loss, of every step: numbers are quicker than tensors.
+        total = sum(weights)
+        numbers = [each.item() * (weight / total) for each, weight in zip(tensors, weights, strict=True)]
+        return torch.tensor(sum(numbers), dtype=torch.float32)
     stacked = torch.stack(tensors)
     if op == "sum":
         return stacked.sum(dim=0)
     if op != "mean":
         return stacked.amax(dim=0) if op == "max" else stacked.amin(dim=0)
-    parts = torch.tensor([count if weighted else 1 for count in counts if count > 0], dtype=torch.float64)
+    parts = torch.tensor(weights, dtype=torch.float64)
     wide = stacked.to(torch.complex128 if stacked.is_complex() else torch.float64)
     mean = (wide * (parts / parts.sum()).view(-1, *[1] * (stacked.dim() - 1))).sum(dim=0)
     return mean.to(stacked.dtype) if stacked.is_floating_point() or stacked.is_complex() else mean
