@@ -16,23 +16,50 @@ if TYPE_CHECKING:
     from stratagem.cluster import ClusterSpec as ClusterSpec
     from stratagem.cluster import Server as Server
     from stratagem.cluster.ray_cluster import RayCluster as RayCluster
+    from stratagem.cluster.sessions import Session as Session
     from stratagem.devices import DeviceSpec as DeviceSpec
     from stratagem.devices import LogicalDevice as LogicalDevice
     from stratagem.devices import OutOfMemoryError as OutOfMemoryError
     from stratagem.devices import PhysicalDevice as PhysicalDevice
     from stratagem.errors import StratagemError as StratagemError
     from stratagem.inputs import InputContext as InputContext
+    from stratagem.parameters.consistency import Async as Async
+    from stratagem.parameters.consistency import BoundedStaleness as BoundedStaleness
+    from stratagem.parameters.consistency import Synchronous as Synchronous
+    from stratagem.parameters.network.compression import Compression as Compression
+    from stratagem.parameters.partitioning import FixedShardsPartitioner as FixedShardsPartitioner
+    from stratagem.parameters.partitioning import MaxSizePartitioner as MaxSizePartitioner
+    from stratagem.parameters.partitioning import MinSizePartitioner as MinSizePartitioner
+    from stratagem.placement import device as device
+    from stratagem.placement import device_of as device_of
+    from stratagem.placement import log_placement as log_placement
+    from stratagem.placement import place as place
+    from stratagem.placement.graph import Graph as Graph
+    from stratagem.placement.graph import add_n as add_n
+    from stratagem.placement.graph import assign as assign
+    from stratagem.placement.graph import constant as constant
+    from stratagem.placement.graph import get_default_graph as get_default_graph
+    from stratagem.placement.graph import get_variable as get_variable
+    from stratagem.placement.graph import global_variables_initializer as global_variables_initializer
+    from stratagem.placement.graph import placeholder as placeholder
+    from stratagem.placement.graph import reset_default_graph as reset_default_graph
+    from stratagem.placement.session_config import GPUOptions as GPUOptions
+    from stratagem.placement.session_config import SessionConfig as SessionConfig
+    from stratagem.placement.trace import trace as trace
     from stratagem.replicas.values import PerReplica as PerReplica
     from stratagem.strategies.batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
     from stratagem.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
     from stratagem.strategies.context import get_replica_context as get_replica_context
     from stratagem.strategies.context import has_strategy as has_strategy
     from stratagem.strategies.context import in_cross_replica_context as in_cross_replica_context
+    from stratagem.strategies.coordinator import ClusterCoordinator as ClusterCoordinator
+    from stratagem.strategies.coordinator import RemoteValue as RemoteValue
     from stratagem.strategies.losses import compute_average_loss as compute_average_loss
     from stratagem.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from stratagem.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from stratagem.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
     from stratagem.strategies.one_device import get_strategy as get_strategy
+    from stratagem.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
     from stratagem.strategies.strategy import Strategy as Strategy
     from stratagem.training.averaging import ExponentialMovingAverage as ExponentialMovingAverage
     from stratagem.training.learning_rates import WarmUp as WarmUp
@@ -44,31 +71,58 @@ __version__ = "0.1.0.dev0"
 # What `sg.NAME` is: a module of its own, or a name inside one.
 _MODULES = ("cluster", "config", "devices", "errors", "estimator")
 _NAMES = {
+    "Async": "parameters.consistency",
+    "BoundedStaleness": "parameters.consistency",
     "CentralStorageStrategy": "strategies.central_storage",
+    "ClusterCoordinator": "strategies.coordinator",
     "ClusterSpec": "cluster",
+    "Compression": "parameters.network.compression",
     "DeviceSpec": "devices",
     "ExponentialMovingAverage": "training.averaging",
+    "FixedShardsPartitioner": "parameters.partitioning",
+    "GPUOptions": "placement.session_config",
+    "Graph": "placement.graph",
     "InputContext": "inputs",
     "LogicalDevice": "devices",
+    "MaxSizePartitioner": "parameters.partitioning",
+    "MinSizePartitioner": "parameters.partitioning",
     "MirroredStrategy": "strategies.mirrored",
     "MultiWorkerMirroredStrategy": "strategies.multi_worker",
     "OneDeviceStrategy": "strategies.one_device",
     "OutOfMemoryError": "devices",
+    "ParameterServerStrategy": "strategies.parameter_server",
     "PerReplica": "replicas.values",
     "PhysicalDevice": "devices",
     "RayCluster": "cluster.ray_cluster",
+    "RemoteValue": "strategies.coordinator",
     "Server": "cluster",
+    "Session": "cluster.sessions",
+    "SessionConfig": "placement.session_config",
     "StratagemError": "errors",
     "Strategy": "strategies.strategy",
+    "Synchronous": "parameters.consistency",
     "WarmUp": "training.learning_rates",
+    "add_n": "placement.graph",
+    "assign": "placement.graph",
     "average_gradients": "training.towers",
     "compute_average_loss": "strategies.losses",
+    "constant": "placement.graph",
     "convert_sync_batchnorm": "strategies.batch_norm",
+    "device": "placement",
+    "device_of": "placement",
+    "get_default_graph": "placement.graph",
     "get_replica_context": "strategies.context",
     "get_strategy": "strategies.one_device",
+    "get_variable": "placement.graph",
+    "global_variables_initializer": "placement.graph",
     "has_strategy": "strategies.context",
     "in_cross_replica_context": "strategies.context",
+    "log_placement": "placement",
+    "place": "placement",
+    "placeholder": "placement.graph",
+    "reset_default_graph": "placement.graph",
     "scale_learning_rate": "training.learning_rates",
+    "trace": "placement.trace",
 }
 
 __all__ = [*_MODULES, *_NAMES, "__version__"]  # noqa: PLE0604  # all are names

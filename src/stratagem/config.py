@@ -15,20 +15,25 @@ from stratagem.devices.device import (
 )
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
+from stratagem.placement import log, residence, resolution
 
 __all__ = [
     "LogicalDeviceConfiguration",
     "VirtualDeviceConfiguration",
     "get_device_details",
+    "get_log_device_placement",
     "get_logical_device_configuration",
     "get_memory_growth",
     "get_memory_info",
+    "get_soft_device_placement",
     "get_visible_devices",
     "list_logical_devices",
     "list_physical_devices",
     "reset_memory_stats",
+    "set_log_device_placement",
     "set_logical_device_configuration",
     "set_memory_growth",
+    "set_soft_device_placement",
     "set_visible_devices",
     "simulate_devices",
 ]
@@ -130,18 +135,48 @@ def get_memory_info(device: DeviceLike) -> dict[str, int]:
     """What this process holds on a logical device, in bytes: `current`, and the most as `peak`.
 
     On a real GPU that is what tensors take on all of its shares together; on a share of the CPU
-    or a simulated GPU, what the process took since it began to serve it, and nothing if it does not.
+    or a simulated GPU, what the process took since it began to serve it, or the tensors that scopes
+    (`sg.device`) have placed there, and nothing without either.
 
     Example:
         >>> sorted(get_memory_info("cpu:0"))
         ['current', 'peak']
     """
-    return serving.memory_info(device, this_process())
+    placed = residence.memory_info(this_process().resolve(device))
+    return serving.memory_info(device, this_process()) if placed is None else placed
 
 
 def reset_memory_stats(device: DeviceLike) -> None:
     """Lets the peak of `get_memory_info` start again from what is held now."""
+    residence.reset_peak(this_process().resolve(device))
     serving.reset_memory_stats(device, this_process())
+
+
+def set_soft_device_placement(enabled: bool) -> None:
+    """Whether an operation whose device does not exist, or has no kernel for it, runs on the nearest that does.
+
+    Off unless switched on, as in a session of TensorFlow: then the first such operation is an error that says what
+    exists. When on, a program is told once of each fallback.
+    """
+    resolution.set_soft(enabled)
+
+
+def get_soft_device_placement() -> bool:
+    """Whether soft placement is on."""
+    return resolution.is_soft()
+
+
+def set_log_device_placement(enabled: bool) -> None:
+    """Whether a line such as `MatMul_1: /job:localhost/replica:0/task:0/device:GPU:2` is printed for each operation.
+
+    Of operations of the thread that calls this; for the same as data see `sg.log_placement`.
+    """
+    log.set_printing(enabled)
+
+
+def get_log_device_placement() -> bool:
+    """Whether operations are printed."""
+    return log.is_printing()
 
 
 def simulate_devices(device_type: str, count: int, memory_limit: float | None = None) -> list[PhysicalDevice]:

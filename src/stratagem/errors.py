@@ -47,6 +47,14 @@ class DeviceWarning(StratagemWarning):
     """Devices are available, but not in the way that someone seems to have meant."""
 
 
+class PlacementError(DeviceError, RuntimeError):
+    """An operation cannot run where it was placed."""
+
+
+class PlacementWarning(DeviceWarning):
+    """An operation runs elsewhere than it was placed."""
+
+
 class SharedMemoryError(StratagemError, OSError):
     """Shared memory could not be had."""
 
@@ -149,6 +157,34 @@ class LaunchError(ClusterError, RuntimeError):
 
 class ClusterWarning(StratagemWarning):
     """A cluster works, but not in the way that someone seems to have meant."""
+
+
+class GraphError(StratagemError, ValueError):
+    """A graph cannot hold what was to be recorded, or does not hold what was asked for."""
+
+
+class GraphTypeError(GraphError, TypeError):
+    """An argument has a type that a graph cannot hold."""
+
+
+class FeedError(GraphError):
+    """What was fed is not what the tensor of the graph takes."""
+
+
+class SessionError(StratagemError, RuntimeError):
+    """A session cannot run what it was asked to run."""
+
+
+class ParameterError(StratagemError, ValueError):
+    """What a parameter server was told breaks a rule."""
+
+
+class StepCancelledError(StratagemError, RuntimeError):
+    """A step that was scheduled was never run, because another one had failed."""
+
+
+class ParameterServerLostError(LostError, RuntimeError):
+    """A parameter server is gone, and with it a part of the model."""
 
 
 class CheckpointError(StratagemError, RuntimeError):

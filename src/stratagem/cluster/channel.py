@@ -26,6 +26,7 @@ _VERSION: Final = 1
 _HELLO: Final = struct.Struct(">4sB32s")
 _HEADER: Final = struct.Struct(">4sBBHI")  # magic, version, kind, nothing, length of the body
 _CODE_BYTES: Final = 32
+_BYTES: Final = 255  # in the place of a kind: bytes that a message has announced
 _MOST_UNSENT_BYTES: Final = 4 * messages.MOST_BYTES
 # Linux: while little is under way, lost packets are sent again every 0.2 s at first, not ever later,
 # so that a connection is back within half a second of the network.
@@ -91,17 +92,37 @@ class Channel:
         Raises:
             ClosedError: The connection is closed, or the other side has not read for long.
         """
-        encoded = messages.encode(kind, body or {})
-        header = _HEADER.pack(_MAGIC, _VERSION, kind, 0, len(encoded))
-        code = _code(self._key_out, self._num_out, header, encoded)
-        self._num_out += 1
-        transport = self._writer.transport
-        if transport.is_closing():
-            raise ClosedError("the connection is closed")
-        self._writer.write(header + code + encoded)
-        if transport.get_write_buffer_size() > _MOST_UNSENT_BYTES:
+        self._write(kind, messages.encode(kind, body or {}))
+        if self._writer.transport.get_write_buffer_size() > _MOST_UNSENT_BYTES:
             self.abort()
             raise ClosedError("it does not read what it is sent")
+
+    async def send_bytes(self, data: memoryview) -> None:
+        """Sends bytes after a message that has announced them, at the pace at which they are read.
+
+        Raises:
+            ClosedError: The connection is closed.
+        """
+        for start in range(0, len(data), messages.MOST_BYTES):
+            self._write(_BYTES, data[start : start + messages.MOST_BYTES])
+            try:
+                await self._writer.drain()
+            except OSError:
+                raise ClosedError("it closed the connection", by_other_side=True) from None
+
+    async def receive_bytes(self, into: memoryview) -> None:
+        """Fills a buffer with bytes that a message has announced.
+
+        Raises:
+            ClosedError: The other side has ended the connection.
+            ProtocolError: Something else came, or not as much.
+        """
+        for start in range(0, len(into), messages.MOST_BYTES):
+            expected = into[start : start + messages.MOST_BYTES]
+            number, data = await self._frame()
+            if number != _BYTES or len(data) != len(expected):
+                raise ProtocolError("something else came than the bytes that were announced")
+            expected[:] = data
 
     async def receive(self) -> tuple[Kind, Body]:
         """The next message.
@@ -110,6 +131,23 @@ class Channel:
             ClosedError: The other side has ended the connection.
             ProtocolError: What came is no message, or not one from the other side.
         """
+        number, encoded = await self._frame()
+        try:
+            kind = Kind(number)
+        except ValueError:
+            raise ProtocolError(f"there is no message of kind {number}") from None
+        return kind, messages.decode(kind, encoded)
+
+    def _write(self, number: int, data: bytes | memoryview) -> None:
+        header = _HEADER.pack(_MAGIC, _VERSION, number, 0, len(data))
+        code = _code(self._key_out, self._num_out, header, data)
+        self._num_out += 1
+        if self._writer.transport.is_closing():
+            raise ClosedError("the connection is closed")
+        self._writer.write(b"".join((header, code, data)))
+
+    async def _frame(self) -> tuple[int, bytes]:
+        """The next message or piece of bytes, proven to come from the other side."""
         try:
             header = await self._reader.readexactly(_HEADER.size)
             magic, version, number, nothing, length = _HEADER.unpack(header)
@@ -124,11 +162,7 @@ class Channel:
         if not hmac.compare_digest(code, _code(self._key_in, self._num_in, header, encoded)):
             raise ProtocolError("a message was changed on its way, or is not the next one")
         self._num_in += 1
-        try:
-            kind = Kind(number)
-        except ValueError:
-            raise ProtocolError(f"there is no message of kind {number}") from None
-        return kind, messages.decode(kind, encoded)
+        return number, encoded
 
     async def close(self, patience_s: float = 1.0) -> None:
         """Ends the connection when all has been sent, but without waiting for long; nobody may be reading.
@@ -247,8 +281,10 @@ def _hello() -> bytes:
     return _HELLO.pack(_MAGIC, _VERSION, secrets.token_bytes(32))
 
 
-def _code(key: bytes, number: int, header: bytes, encoded: bytes) -> bytes:
-    return hmac.digest(key, struct.pack(">Q", number) + header + encoded, hashlib.sha256)
+def _code(key: bytes, number: int, header: bytes, data: bytes | memoryview) -> bytes:
+    code = hmac.new(key, struct.pack(">Q", number) + header, hashlib.sha256)
+    code.update(data)
+    return code.digest()
 
 
 def _quicken(writer: asyncio.StreamWriter) -> None:

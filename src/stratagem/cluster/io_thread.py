@@ -12,7 +12,7 @@ import os
 import selectors
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar, final
 
@@ -95,6 +95,27 @@ class _Loop(asyncio.SelectorEventLoop):
     def __del__(self, *arguments: Any) -> None:
         if not self.is_running():
             super().__del__(*arguments)
+
+
+async def in_thread(function: Callable[[], _Result]) -> _Result:
+    """What a function returns that takes its time, called in a thread of its own."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[_Result] = loop.create_future()
+
+    def call() -> None:
+        try:
+            result = function()
+        except Exception as error:  # for whoever waits
+            _resolve(ended.set_exception, error)
+        else:
+            _resolve(ended.set_result, result)
+
+    def _resolve(resolve: Callable[[Any], None], outcome: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(lambda: None if ended.done() else resolve(outcome))
+
+    threading.Thread(target=call, name="stratagem-helper", daemon=True).start()
+    return await ended
 
 
 async def _cancel_all() -> None:

@@ -52,6 +52,10 @@ class Kind(enum.IntEnum):
     REQUEST = 15
     """To the store of the keeper."""
     REPLY = 16
+    CALL = 17
+    """Of a session to a task that runs parts of its graph; bytes of tensors follow."""
+    RETURN = 18
+    """What came of it; bytes of tensors follow."""
 
 
 _Check: TypeAlias = Callable[[Any], bool]
@@ -86,6 +90,10 @@ def _texts_of(longest: int, most: int) -> _Check:
         )
 
     return check
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MOST_KEYS and all(_whole(each) and each >= 0 for each in value)
 
 
 def _places(value: Any) -> bool:
@@ -138,6 +146,8 @@ _FIELDS: Final[dict[Kind, dict[str, _Check]]] = {
         "number": _whole,
         "message": _text,
     },
+    Kind.CALL: {"id": _whole, "call": _text, "about": _mapping, "sizes": _sizes},
+    Kind.RETURN: {"id": _whole, "error": _text, "message": _text, "about": _mapping, "sizes": _sizes},
 }
 
 

@@ -6,6 +6,7 @@ whoever has registered for its kind (`membership`); a server itself says who it 
 
 import asyncio
 import contextlib
+import importlib
 import ipaddress
 import os
 import signal
@@ -21,7 +22,7 @@ from stratagem.cluster import channel as channels
 from stratagem.cluster import token as tokens
 from stratagem.cluster.address import SCHEME
 from stratagem.cluster.channel import Channel, ClosedError
-from stratagem.cluster.io_thread import IoThread, log
+from stratagem.cluster.io_thread import IoThread, in_thread, log
 from stratagem.cluster.listening import listen
 from stratagem.cluster.messages import Body, Kind, shortened
 from stratagem.cluster.spec import LOCAL, ClusterLike, ClusterSpec, Task
@@ -59,8 +60,9 @@ class Server:
 
     Example:
         >>> import tempfile
+        >>> from stratagem.cluster import token
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     tokens.create(f"{folder}/token")
+        ...     token.create(f"{folder}/token")
         ...     with Server.create_local_server(token_file=f"{folder}/token") as server:
         ...         print(server.target.rpartition(":")[0])
         stratagem://127.0.0.1
@@ -84,7 +86,11 @@ class Server:
         self._token = tokens.load(None if token_file is None else os.fspath(token_file))
         self._everywhere = allow_all_interfaces
         self._thread = IoThread(f"stratagem-{self.task.name}")
-        self._handlers: dict[Kind, Handler] = {Kind.PING: self._answer, Kind.STOP: self._end}
+        self._handlers: dict[Kind, Handler] = {
+            Kind.PING: self._answer,
+            Kind.STOP: self._end,
+            Kind.CALL: self._serve_session,
+        }
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._listeners: list[asyncio.Server] = []
         self._told = threading.Event()
@@ -242,6 +248,11 @@ class Server:
         log.info("%s was told to stop: %s", self.task.name, body["why"])
         channel.send(Kind.DONE)
         self._told.set()
+
+    async def _serve_session(self, channel: Channel, body: Body) -> None:
+        # Loads torch, which only tasks need that run graphs.
+        service = await in_thread(lambda: importlib.import_module("stratagem.cluster.session_service"))
+        await service.serve(self.task, self.spec, channel, body)
 
     async def _tell_all(self) -> list[str]:
         others = [task for task in self.spec.tasks if task != self.task and task.address is not None]

@@ -160,6 +160,11 @@ class Inventory:
             devices += [self._logical_device(index, *share) for index, share in enumerate(shares)]
         return devices
 
+    def configured(self) -> tuple[object, ...]:
+        """All that `logical` depends on, quick to compare: equal as long as the devices are the same."""
+        variables = _env.simulate(), _env.devices(), _env.cuda_visible_devices()
+        return *variables, dict(self._simulated), dict(self._visible), dict(self._parts), dict(self._growth)
+
     # Finding one by name
 
     def resolve(self, device: DeviceLike) -> LogicalDevice:

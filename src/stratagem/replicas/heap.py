@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 _DEFAULTS = ((_M_TRIM_THRESHOLD, 128 * 1024), (_M_TOP_PAD, 128 * 1024), (_M_MMAP_MAX, 65536))
 _KEEPING = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 * 2**20))
 
@@ -17,6 +17,11 @@ _KEEPING = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 * 
 def keep_freed_memory() -> None:
     """Lets this process keep what it frees for its next use."""
     _set(_KEEPING)
+
+
+def share_one_heap() -> None:
+    """Lets all threads of this process use the same memory, so that what one has freed serves the others."""
+    _set(((_M_ARENA_MAX, 1),))
 
 
 @contextlib.contextmanager

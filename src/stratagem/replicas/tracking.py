@@ -61,8 +61,11 @@ class Tracker:
 
     def pending_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that were noted and have not been taken yet."""
-        noted = [obj for reference in self._made if (obj := reference()) is not None]
-        return [obj for obj in noted if isinstance(obj, torch.nn.Parameter)]
+        return [obj for obj in self.pending() if isinstance(obj, torch.nn.Parameter)]
+
+    def pending(self) -> list[Any]:
+        """All that was noted, still exists and has not been taken yet."""
+        return [obj for reference in self._made if (obj := reference()) is not None]
 
     def let_go(self) -> None:
         """Forgets everything: other strategies may have it."""

@@ -62,7 +62,11 @@ class Store:
 
     @classmethod
     def take_in(
-        cls, named: Sequence[tuple[int, torch.Tensor]], dtype: torch.dtype, labels: Mapping[int, str]
+        cls,
+        named: Sequence[tuple[int, torch.Tensor]],
+        dtype: torch.dtype,
+        labels: Mapping[int, str],
+        align_bytes: int = _ALIGN_BYTES,
     ) -> "Store":
         """Moves tensors of this process into a new store; the tensors stay the same objects."""
         placements, offset = [], 0
@@ -72,7 +76,7 @@ class Store:
             label = labels.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)}")
             shape = tuple(form.shape)
             placements.append(Placement(name, offset, shape, form.stride(), tensor.requires_grad, is_parameter, label))
-            per_line = max(1, _ALIGN_BYTES // dtype.itemsize)
+            per_line = max(1, align_bytes // dtype.itemsize)
             offset += -(-tensor.numel() // per_line) * per_line
         store = cls(Region.create(offset * dtype.itemsize), dtype, placements)
         with torch.no_grad():

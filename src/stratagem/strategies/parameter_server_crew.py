@@ -40,12 +40,21 @@ class Step:
         kwargs: Its keyword arguments.
         told: What is sent with it besides, for whoever makes the message.
         worker: Which worker must have it; `None` for any.
+        is_own: Whether it is a call of the library's own: it is not given to another worker.
     """
 
     def __init__(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], told: Any = None, worker: int | None = None
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        told: Any = None,
+        worker: int | None = None,
+        is_own: bool = False,
     ) -> None:
         self.function, self.args, self.kwargs, self.told, self.worker = function, args, kwargs, told, worker
+        self.is_own = is_own
         self.is_done = False
         self.is_sent = False
         self.answer: Any = None
@@ -90,7 +99,7 @@ class Worker:
         self.number = number
         self.steps: deque[tuple[int, Step]] = deque()  # those that it has, with the number of the call
         self.num_calls = 0
-        self.functions = FunctionCache(registry.__contains__)
+        self.functions = FunctionCache(registry.__contains__)  # what it has been sent
         self.news: Any = None  # what it has not been told yet
         self.stopped_since: float | None = None
         self.last_news = time.monotonic()
@@ -119,13 +128,17 @@ class Worker:
         self.wire.send_packed(packed)
         return self.num_calls
 
+    def forget_functions(self) -> None:
+        """Sends functions anew the next time."""
+        self.functions = FunctionCache(self._registry.__contains__)
+
     def end(self, *, politely: bool) -> None:
         """Ends the process and gives back what it needed."""
         if hasattr(self, "wire"):
-            if politely:
+            if politely and not self.process.is_stopped:
                 self.wire.shut()
-                politely = self.process.is_stopped or self.process.wait(_STOP_GRACE_S)
-            if not politely or not self.process.wait(0.0):
+                self.process.wait(_STOP_GRACE_S)
+            if not self.process.wait(0.0):
                 self.process.kill()
                 self.process.wait(_STOP_GRACE_S)
             self.wire.close()
@@ -180,11 +193,14 @@ class Crew:
 
     def start(self) -> None:
         """Waits for workers that were ordered, and gives them all that they must know."""
-        for worker in self.workers.values():
+        for worker in list(self.workers.values()):
             if not hasattr(worker, "wire"):
                 worker.start()
                 self._poll.register(worker.wire.fileno(), select.POLLIN)
-                self._welcome(worker)
+                try:
+                    self._welcome(worker)
+                except (BrokenPipeError, ConnectionResetError):
+                    self._lose(worker)
 
     def remove(self, number: int) -> None:
         """Lets a worker finish what it has, then ends it."""
@@ -220,11 +236,15 @@ class Crew:
         self.queue.append(step)
         self._hand_out()
 
-    def ask_all(self, function: Callable[..., Any], *arguments: Any, reference: Any = None) -> list[Any]:
-        """Calls a function of the library in every worker and waits; none may have a step."""
-        steps = [Step(function, arguments, {}) for _ in self.workers]
-        for worker, step in zip(list(self.workers.values()), steps, strict=True):
-            worker.steps.append((worker.send(function, arguments, reference), step))
+    def call(self, worker: Worker, function: Callable[..., Any], *arguments: Any, reference: Any = None) -> Step:
+        """Calls a function of the library in a worker, without waiting."""
+        step = Step(function, arguments, {}, is_own=True)
+        worker.steps.append((worker.send(function, arguments, reference), step))
+        return step
+
+    def ask_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Calls a function of the library in every worker and waits."""
+        steps = [self.call(worker, function, *arguments) for worker in list(self.workers.values())]
         self.wait(lambda: all(step.is_done for step in steps))
         for step in steps:
             step.raise_error()
@@ -242,7 +262,8 @@ class Crew:
         while events:
             ready = {descriptor for descriptor, _ in events}
             for worker in [each for each in self.workers.values() if each.wire.fileno() in ready]:
-                self._take(worker)
+                if self.workers.get(worker.number) is worker:
+                    self._take(worker)
             self._hand_out()
             events = self._poll.poll(0)
         now = time.monotonic()
@@ -252,19 +273,25 @@ class Crew:
 
     def _hand_out(self) -> None:
         """Gives steps to the workers that have the least."""
-        while self.queue:
-            step = self.queue[0]
+        for step in list(self.queue):
             able = [each for each in self.workers.values() if step.worker in (None, each.number)]
             worker = min(able, key=lambda each: len(each.steps), default=None)
             if worker is None or len(worker.steps) >= _DEPTH:
-                return
-            self.queue.popleft()
+                if step.worker is None:
+                    return
+                continue
+            self.queue.remove(step)
+            news = worker.news
             try:
                 number = worker.send(*self._message(worker, step))
-            except (BrokenPipeError, ConnectionResetError):
+            except (BrokenPipeError, ConnectionResetError, TimeoutError):
                 self.queue.appendleft(step)
                 self._lose(worker)
-                continue
+                return  # that has handed out what there is
+            except BaseException:
+                worker.news = news  # what it was not told, it is told next time
+                worker.forget_functions()
+                raise
             if not worker.steps:
                 worker.last_news = time.monotonic()
             worker.steps.append((number, step))
@@ -285,6 +312,10 @@ class Crew:
             if own == number:
                 del worker.steps[place]
                 step.finish(outcome) if kind == DONE else step.finish(failure=outcome)
+                if step.is_own:
+                    step.raise_error()
+                if kind != DONE:
+                    worker.forget_functions()  # perhaps it could not build what it was sent
                 return
 
     def _look_after(self, now: float) -> None:
@@ -322,13 +353,15 @@ class Crew:
         cause = f"{worker} {how}{more}"
         call, num_pushed = self._mourn(worker.number)
         for number, step in reversed(worker.steps):
-            step.lost_with.append(cause)
-            step.num_pushed += num_pushed if number == call else 0
-            if len(step.lost_with) >= _MAX_ATTEMPTS:
+            if number == call:
+                step.lost_with.append(cause)
+                step.num_pushed += num_pushed
+            if step.is_own:
+                step.finish()  # a new worker is told everything
+            elif len(step.lost_with) >= _MAX_ATTEMPTS:
                 tried = "; ".join(step.lost_with)
-                step.finish(
-                    error=ReplicaDiedError(f"a step was given to {_MAX_ATTEMPTS} workers and each was lost: {tried}")
-                )
+                error = ReplicaDiedError(f"a step was given to {_MAX_ATTEMPTS} workers and each was lost: {tried}")
+                step.finish(error=error)
             else:
                 self.queue.appendleft(step)
         del self.workers[worker.number]

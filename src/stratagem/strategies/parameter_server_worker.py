@@ -8,7 +8,6 @@ Owns what a step means there: its values are pulled, its gradients stay its own 
 import dataclasses
 import functools
 import inspect
-import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,21 +17,17 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stratagem.collectives.one_replica import OneReplica
-from stratagem.devices.device import LogicalDevice
-from stratagem.devices.serving import serve_for_life
 from stratagem.errors import StrategyError
 from stratagem.parameters.consistency import BoundedStaleness, Consistency, Gate
 from stratagem.parameters.rounds import GradientSlots, Round
 from stratagem.parameters.states import StateMemory
 from stratagem.parameters.updates import SharedUpdate, as_gradient
-from stratagem.parameters.variables import TABLE, Held, LocalVariables, SharedMemoryOfShards, shared_view
+from stratagem.parameters.variables import TRAINED, Held, LocalVariables, SharedMemoryOfShards, shared_view
 from stratagem.replicas import control, values
 from stratagem.replicas.child import this_child
-from stratagem.replicas.functions import NUM_KEPT_FUNCTIONS
-from stratagem.replicas.heap import give_back, keep_freed_memory
-from stratagem.strategies import context, in_child
+from stratagem.replicas.heap import give_back
+from stratagem.strategies import context
 from stratagem.strategies.context import ReplicaContext
-from stratagem.strategies.random_numbers import seed_of
 from stratagem.strategies.replica_side import StrategyInReplica
 from stratagem.strategies.settings import Settings
 
@@ -63,6 +58,7 @@ class Call(NamedTuple):
         seed: New seed of random numbers, if any.
         changes: What the main program changed in distributed objects, besides tensors.
         surroundings: What torch is set to around the step.
+        version: What the main program may have seen by now: the step computes with that or with newer values.
         num_pushed: How many pushes of this step an earlier worker made before it was lost.
         round: For synchronous training: which step, and this worker's examples in it.
     """
@@ -71,6 +67,7 @@ class Call(NamedTuple):
     seed: int | None
     changes: control.Snapshot
     surroundings: tuple[Any, ...]
+    version: int
     num_pushed: int = 0
     round: Round | None = None
 
@@ -128,10 +125,9 @@ class WorkerRuntime:
 
     def add(self, held: Held, tensors: Mapping[int, torch.Tensor]) -> None:
         self.variables.add(held)
-        if held.kind != TABLE:
-            own = {name: each for name, each in tensors.items() if isinstance(each, torch.nn.Parameter)}
-            self._parameters |= own
-            self._marks |= {name: each._version for name, each in own.items()}
+        if held.kind == TRAINED and not self.shared_settings.torn_reads:
+            self._parameters |= tensors
+            self._marks |= {name: each._version for name, each in tensors.items()}
 
     def add_objects(self, objects: dict[int, Any]) -> None:
         self._num_early_steps = _NUM_EARLY_STEPS
@@ -150,10 +146,7 @@ class WorkerRuntime:
     def take_state(self, name: int, memory: StateMemory, slots: GradientSlots | None) -> None:
         """Takes the shared state of an optimizer: from now on its step is a push."""
         optimizer = this_child().registry.resolve(name)  # type: ignore[union-attr]
-        for target in memory.targets:
-            while len(self.variables.journal.targets) <= target.number:
-                self.variables.journal.targets.append(target)
-            self.variables.journal.targets[target.number] = target
+        self.variables.journal.targets += memory.targets
         rate_of = getattr(self.shared_settings.consistency, "rate_of", None)
         update = SharedUpdate(optimizer, memory, self.variables, self.worker, rate_of)
         self.updates[name] = update
@@ -189,7 +182,7 @@ class WorkerRuntime:
         board.call[worker] = call.number
         self._to_skip, self._round = call.num_pushed, call.round
         self._skipped, self._updated = "", False
-        self._begin()
+        self._begin(call.version)
         context.state.replicas.append(ReplicaContext(0, OneReplica(), self._strategy))
         self._in_step = True
         buffers = self._held_buffers()
@@ -207,10 +200,11 @@ class WorkerRuntime:
             give_back()
         return Answer(self._skipped, self._updated, result)
 
-    def _begin(self) -> None:
+    def _begin(self, version: int) -> None:
         if self._gate is not None:
             self._gate.enter()
-        if time.monotonic() - self._pulled_at > _FRESH_S or self._gate is not None:
+        is_old = time.monotonic() - self._pulled_at > _FRESH_S or self.variables.version < version
+        if is_old or self._gate is not None:
             self._pull()
         else:
             self._board.in_flight[self.worker] = self.variables.version + 1

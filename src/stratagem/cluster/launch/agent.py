@@ -19,12 +19,12 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
-from stratagem.cluster.launch.crew import Processes, Task
+from stratagem.cluster.launch.crew import Crew, Processes, Task
 from stratagem.cluster.launch.failures import Failure, first_cause
 from stratagem.cluster.launch.interrupts import Interrupts
 from stratagem.cluster.launch.meeting import Meeting
 from stratagem.cluster.launch.plan import TRAINING, Plan
-from stratagem.cluster.spec import EVALUATOR
+from stratagem.cluster.spec import CHIEF, EVALUATOR, PS, WORKER
 from stratagem.devices.host import Host
 from stratagem.errors import LaunchError
 
@@ -110,6 +110,7 @@ class TaskAgent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._interrupts.raise_if_asked()
         self._crew.poll()
+        self._replace_workers()
         if failure := self._failure():
             self._crew.stop(grace_s=self._patience.grace_s)
             self._note(failure)
@@ -131,6 +132,21 @@ class TaskAgent(SimpleElasticAgent):
         # torch's own waits where a signal is not heard.
         self._meeting.part(self._patience.evaluator_s + self._patience.grace_s + _PART_S)
 
+    def _replace_workers(self) -> None:
+        """With parameter servers a worker that has died is started again alone: the others need not wait for it."""
+        if not isinstance(self._crew, Crew) or not any(PS in offer.jobs for offer in self._meeting.offers):
+            return
+        chief = self._meeting.offers[0].jobs
+        first = CHIEF if CHIEF in chief else f"{WORKER}/0"
+        for ended in self._crew.failed():
+            failure = self._crew.explain(ended, killed_for_memory=False)
+            may_be_replaced = ended.task.seat.job == WORKER and ended.task.name != first and not failure.is_consequence
+            if not may_be_replaced or not self._remaining_restarts:
+                return
+            self._remaining_restarts -= 1
+            self._note(failure, f"starting {ended.task.name} again")
+            self._crew.start_again(ended, restart=len(self.failures))
+
     def _failure(self) -> Failure | None:
         """Why the tasks must end, if one of them has failed, here or elsewhere."""
         elsewhere = self._meeting.failures_elsewhere()
@@ -151,12 +167,11 @@ class TaskAgent(SimpleElasticAgent):
         out_of_memory = bool(failed) and Host().num_oom_kills() > self._num_oom_kills
         return [self._crew.explain(each, killed_for_memory=out_of_memory) for each in failed]
 
-    def _note(self, failure: Failure) -> None:
+    def _note(self, failure: Failure, consequence: str = "starting all tasks again") -> None:
         self.failures.append(failure)
-        if self._num_starts <= self._plan.order.max_restarts:
+        if len(self.failures) <= self._plan.order.max_restarts:
             self._say(
-                f"{failure.describe()}; starting all tasks again "
-                f"(restart {self._num_starts} of {self._plan.order.max_restarts})"
+                f"{failure.describe()}; {consequence} (restart {len(self.failures)} of {self._plan.order.max_restarts})"
             )
 
     def _is_done(self) -> bool:

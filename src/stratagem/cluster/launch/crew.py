@@ -126,6 +126,13 @@ class Crew:
         self._output.start(pids)
         return pids
 
+    def start_again(self, ended: Ended, *, restart: int) -> None:
+        """Starts one task anew, while the others go on."""
+        if self._output is None:
+            raise LaunchError(f"{ended.task.name} cannot be started again: the others have been stopped")
+        self.ended.remove(ended)
+        self._output.watch(self._start(self._output, ended.task, restart))
+
     def poll(self) -> None:
         """Notes which tasks have ended."""
         for pid in list(self._running):

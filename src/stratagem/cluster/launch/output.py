@@ -99,8 +99,12 @@ class Output:
     def start(self, pids: list[int]) -> None:
         """Begins to read, and to await the ends of these processes."""
         for pid in pids:
-            self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+            self.watch(pid)
         self._thread.start()
+
+    def watch(self, pid: int) -> None:
+        """Awaits the end of one more process."""
+        self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
 
     def ended_at(self, pid: int) -> float:
         """When a process ended, by the monotonic clock; now, if that has not been noticed yet."""

@@ -1,0 +1,343 @@
+"""Carries out what clients ask of a shard, in one thread of its own.
+
+So updates run while the next frames come in, and no two of them at once. Owns what requests mean and
+how a state is described; the memory for what comes is sized here, by what the shard itself has.
+"""
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, final
+
+import torch
+
+from stratagem.errors import ParameterError, ProtocolError
+from stratagem.parameters.contract import OptimizerSpec, Piece, Push, Rows, ShardPlan, Verdict
+from stratagem.parameters.network import bodies, compression
+from stratagem.parameters.network.bodies import Body
+from stratagem.parameters.network.frames import Kind
+from stratagem.parameters.network.states import form_of, room, state_of, state_rooms
+from stratagem.parameters.shard import Shard
+
+HOLD_S: Final = 5.0
+"""How long nothing is applied for the sake of a checkpoint, at most."""
+
+Tensors = Sequence[torch.Tensor]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Something that a client asks for.
+
+    Args:
+        worker: Who asks, by number.
+        kind: What is asked for.
+        body: The details.
+        tensors: What came with it, in the order of `expected`.
+        answer: Is called with what to send, in the thread of the desk.
+    """
+
+    worker: int
+    kind: Kind
+    body: Body
+    tensors: Tensors
+    answer: Callable[[Kind, Body, Tensors], None]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Definition:
+    plan: ShardPlan
+    number: int
+    optimizers: tuple[OptimizerSpec, ...]
+    max_staleness: int | None
+
+
+@final
+class Desk:
+    """One shard, and the thread that works on it.
+
+    Args:
+        number: Which shard.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._thread = threading.Thread(target=self._work, name=f"stratagem-ps/{number}-desk", daemon=True)
+        self._requests: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
+        self._shard: Shard | None = None
+        self._definition: _Definition | None = None
+        self._is_open = False
+        self._lives: dict[int, int] = {}
+        self._applied: dict[int, int] = {}
+        self._held_until: float | None = None
+        self._up_to: Mapping[int, int] | None = None
+        self._deferred: list[Request] = []
+        self._saving: Request | None = None
+
+    def start(self) -> None:
+        """Begins to work."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the work after what it is at."""
+        self._requests.put(None)
+        self._thread.join()
+
+    def put(self, request: Request) -> None:
+        """Has something done."""
+        self._requests.put(request)
+
+    def fence(self, worker: int) -> None:
+        """Refuses what a worker still sends, after what has come whole."""
+        self._requests.put(lambda: self._fence(worker))
+
+    # Sizes, in the thread of the sockets
+
+    def expected(self, kind: Kind, body: Body) -> list[torch.Tensor]:
+        """Memory for the tensors that follow a request.
+
+        Raises:
+            ProtocolError: They are not what this shard has.
+        """
+        if kind == Kind.DEFINE:
+            plan = bodies.plan_from_body(body)
+            if body["shard"] != self._number:
+                raise ProtocolError(f"this is shard {self._number}, the request is for {body['shard']}")
+            return [room(piece) for piece in plan.shards[self._number]] if body["has_values"] else []
+        if kind == Kind.PULL:
+            return [torch.empty(self._checked_count(name, count), dtype=torch.int64) for name, count in body["rows"]]
+        if kind == Kind.PUSH:
+            rooms = []
+            for name, count, encoding in body["gradients"]:
+                rooms += compression.rooms(self._piece(name), count, encoding)
+            return rooms + [room(self._piece(name)) for name in body["assigned"]]
+        if kind == Kind.LOAD:
+            return state_rooms(list(self._pieces().values()), body["saved"])
+        return []
+
+    def _pieces(self) -> dict[str, Piece]:
+        shard = self._shard
+        if shard is None:
+            raise ProtocolError("no variables have been defined yet")
+        return shard.pieces
+
+    def _piece(self, name: str) -> Piece:
+        try:
+            return self._pieces()[name]
+        except KeyError:
+            raise ProtocolError(f"there is no variable {name!r} in this shard") from None
+
+    def _checked_count(self, name: str, count: int) -> int:
+        if count > self._piece(name).last - self._piece(name).first:
+            raise ProtocolError(f"{name!r} does not have {count} rows here")
+        return count
+
+    # Work, in the thread of the desk
+
+    def _work(self) -> None:
+        while True:
+            try:
+                request = self._requests.get(timeout=None if self._held_until is None else 0.05)
+            except queue.Empty:
+                self._look_at_hold()
+                continue
+            if request is None:
+                return
+            if isinstance(request, Request):
+                self._carry_out(request)
+            else:
+                request()
+            self._look_at_hold()
+
+    def _carry_out(self, request: Request) -> None:
+        try:
+            self._HANDLERS[request.kind](self, request)
+        except (ParameterError, ProtocolError) as error:
+            request.answer(Kind.FAILED, {"why": bodies.shortened(str(error)), "retry": False}, ())
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            request.answer(Kind.FAILED, {"why": bodies.shortened(why), "retry": False}, ())
+
+    def _attach(self, request: Request) -> None:
+        if self._shard is not None:
+            self._lives[request.worker] = self._shard.admit(request.worker)
+        self._applied.pop(request.worker, None)
+        version = 0 if self._shard is None else self._shard.version
+        request.answer(Kind.DONE, bodies.done(version=version), ())
+
+    def _fence(self, worker: int) -> None:
+        if self._shard is not None:
+            self._shard.fence(worker)
+        self._lives.pop(worker, None)
+
+    def _define(self, request: Request) -> None:
+        body = request.body
+        wanted = _Definition(
+            bodies.plan_from_body(body),
+            body["shard"],
+            tuple(map(bodies.optimizer_from_body, body["optimizers"])),
+            body["max_staleness"],
+        )
+        if not body["has_values"] and not self._is_open:
+            why = "the chief has not defined the variables yet"
+            request.answer(Kind.FAILED, {"why": why, "retry": True}, ())
+            return
+        if self._definition is None or self._shard is None:
+            pieces = wanted.plan.shards[self._number]
+            values = {piece.name: each for piece, each in zip(pieces, request.tensors, strict=True)}
+            self._shard = Shard(
+                wanted.plan, self._number, wanted.optimizers, values, max_staleness=wanted.max_staleness
+            )
+            self._definition, self._is_open = wanted, body["is_open"]
+        elif difference := _difference(self._definition, wanted):
+            raise ParameterError(
+                f"this task and the one that defined the variables have different models: {difference}; "
+                f"run the same program in all tasks"
+            )
+        if request.worker not in self._lives:
+            self._lives[request.worker] = self._shard.admit(request.worker)
+        request.answer(Kind.DONE, bodies.done(version=self._shard.version), ())
+
+    def _pull(self, request: Request) -> None:
+        shard = self._whole_shard()
+        rows = {name: indices for (name, _), indices in zip(request.body["rows"], request.tensors, strict=True)}
+        pulled = shard.pull(request.body["names"], rows)
+        found = [each.values if isinstance(each, Rows) else each for each in pulled.values.values()]
+        request.answer(Kind.DONE, bodies.done(version=pulled.version), found)
+
+    def _push(self, request: Request) -> None:
+        if self._held_until is not None and request.body["number"] > (self._up_to or {}).get(request.worker, 0):
+            self._deferred.append(request)
+            return
+        shard, body = self._whole_shard(), request.body
+        tensors = iter(request.tensors)
+        gradients = {
+            name: compression.decoded(self._piece(name), count, encoding, tensors)
+            for name, count, encoding in body["gradients"]
+        }
+        options = None if body["options"] is None else tuple(map(bodies.options_from_body, body["options"]))
+        outcome = shard.push(
+            Push(
+                request.worker,
+                self._lives.get(request.worker, 0),
+                body["number"],
+                body["version"],
+                gradients,
+                body["optimizer"],
+                options,
+                dict(zip(body["assigned"], tensors, strict=True)),
+            )
+        )
+        if outcome.verdict in (Verdict.APPLIED, Verdict.DUPLICATE):
+            self._applied[request.worker] = max(body["number"], self._applied.get(request.worker, 0))
+        values = shard.pull().values.values() if body["then_pull"] else ()
+        said = bodies.done(
+            version=outcome.version,
+            verdict=outcome.verdict.value,
+            staleness=max(0, outcome.staleness),
+            reason=bodies.shortened(outcome.reason),
+        )
+        request.answer(Kind.DONE, said, [each for each in values if isinstance(each, torch.Tensor)])
+
+    def _hold(self, request: Request) -> None:
+        self._held_until = time.monotonic() + HOLD_S
+        lives = {str(worker): number for worker, number in self._applied.items()}
+        request.answer(Kind.DONE, bodies.done(version=self._whole_shard().version, lives=lives), ())
+
+    def _state(self, request: Request) -> None:
+        self._whole_shard()
+        try:
+            self._up_to = {int(worker): number for worker, number in request.body["up_to"].items()}
+        except ValueError:
+            raise ProtocolError("workers are numbers") from None
+        self._saving = request
+        deferred, self._deferred = self._deferred, []
+        for each in deferred:
+            self._carry_out(each)
+
+    def _look_at_hold(self) -> None:
+        """Saves as soon as what other shards have applied is applied here too, or will never be; then goes on."""
+        if self._held_until is None:
+            return
+        late = time.monotonic() >= self._held_until
+        wanted = self._up_to or {}
+        if self._saving is not None and (
+            late or all(self._applied.get(worker, 0) >= number for worker, number in wanted.items())
+        ):
+            saving, self._saving = self._saving, None
+            try:
+                self._answer_state(saving)
+            except ParameterError as error:
+                saving.answer(Kind.FAILED, {"why": bodies.shortened(str(error)), "retry": False}, ())
+            late = True
+        if late:
+            self._held_until = self._up_to = None
+            deferred, self._deferred = self._deferred, []
+            for each in deferred:
+                self._carry_out(each)
+
+    def _answer_state(self, request: Request) -> None:
+        state = self._whole_shard().state_dict()
+        saved: list[list[Any]] = []
+        tensors = list(state["values"].values())
+        for number, states in enumerate(state["optimizers"]):
+            for name, own in states.items():
+                for key, value in own.items():
+                    form = form_of(value)
+                    saved.append([number, name, key, form])
+                    if isinstance(value, torch.Tensor):
+                        tensors.append(value)
+        request.answer(Kind.DONE, bodies.done(version=state["version"], saved=saved), tensors)
+
+    def _load(self, request: Request) -> None:
+        if self._is_open:  # a chief that has come back: what is here is newer than its checkpoint
+            request.answer(Kind.DONE, bodies.done(version=self._whole_shard().version), ())
+            return
+        shard, body = self._whole_shard(), request.body
+        pieces = list(shard.pieces.values())
+        shard.load_state_dict(state_of(pieces, self._num_optimizers(), body["version"], body["saved"], request.tensors))
+        self._lives = {worker: shard.admit(worker) for worker in self._lives}
+        self._is_open = True
+        request.answer(Kind.DONE, bodies.done(version=shard.version), ())
+
+    def _num_optimizers(self) -> int:
+        return 0 if self._definition is None else len(self._definition.optimizers)
+
+    def _whole_shard(self) -> Shard:
+        if self._shard is None:
+            raise ParameterError("no variables have been defined yet")
+        return self._shard
+
+    _HANDLERS: Final[dict[Kind, Callable[["Desk", Request], None]]] = {
+        Kind.ATTACH: _attach,
+        Kind.DEFINE: _define,
+        Kind.PULL: _pull,
+        Kind.PUSH: _push,
+        Kind.HOLD: _hold,
+        Kind.STATE: _state,
+        Kind.LOAD: _load,
+    }
+
+
+def _difference(one: _Definition, other: _Definition) -> str:
+    """What differs first."""
+    for place, (mine, theirs) in enumerate(zip(one.plan.variables, other.plan.variables, strict=False)):
+        if mine != theirs:
+            return f"variable {place} is {_shown(mine)} there and {_shown(theirs)} here"
+    if len(one.plan.variables) != len(other.plan.variables):
+        return f"{len(one.plan.variables)} variables there, {len(other.plan.variables)} here"
+    if one.plan != other.plan:
+        return "variables are spread over other parameter servers"
+    if [each.kind for each in one.optimizers] != [each.kind for each in other.optimizers]:
+        return f"optimizers {[each.kind for each in one.optimizers]} and {[each.kind for each in other.optimizers]}"
+    if one.max_staleness != other.max_staleness:
+        return f"max_staleness {one.max_staleness} and {other.max_staleness}"
+    return ""
+
+
+def _shown(variable: Any) -> str:
+    return f"{variable.name!r} {variable.shape} {str(variable.dtype).removeprefix('torch.')}"

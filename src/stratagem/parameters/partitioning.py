@@ -1,0 +1,125 @@
+"""Decides which variable, or which of its rows, lies in which shard.
+
+Variables go to the shard that has the least so far, the largest first. A partitioner cuts large ones
+into parts of whole rows before that; only optimizers that treat every element by itself can follow.
+"""
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Sequence
+from typing import Protocol, final
+
+from stratagem.errors import ParameterError
+from stratagem.parameters.contract import Piece, ShardPlan, Variable
+
+
+class Partitioner(Protocol):
+    """Says into how many parts a variable is cut."""
+
+    def num_parts(self, variable: Variable, num_shards: int) -> int:
+        """From 1 up; at most the number of rows and of shards count."""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class MinSizePartitioner:
+    """As many parts as there are shards, but none below a size.
+
+    Args:
+        min_part_bytes: The least that a part has.
+        max_parts: The most parts; by default as many as there are shards.
+    """
+
+    min_part_bytes: int = 256 * 1024
+    max_parts: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_counts(min_part_bytes=self.min_part_bytes, max_parts=self.max_parts)
+
+    def num_parts(self, variable: Variable, num_shards: int) -> int:
+        return min(max(1, variable.num_bytes // self.min_part_bytes), self.max_parts or num_shards)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class MaxSizePartitioner:
+    """As many parts as it takes for none to be above a size, as far as there are shards.
+
+    Args:
+        max_part_bytes: The most that a part has.
+        max_parts: The most parts; by default as many as there are shards.
+    """
+
+    max_part_bytes: int
+    max_parts: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_counts(max_part_bytes=self.max_part_bytes, max_parts=self.max_parts)
+
+    def num_parts(self, variable: Variable, num_shards: int) -> int:
+        return min(-(-variable.num_bytes // self.max_part_bytes) or 1, self.max_parts or num_shards)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class FixedShardsPartitioner:
+    """The same number of parts for every variable that has enough rows.
+
+    Args:
+        num_shards: How many parts.
+    """
+
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        _require_counts(num_shards=self.num_shards)
+
+    def num_parts(self, variable: Variable, num_shards: int) -> int:
+        return self.num_shards
+
+
+def make_plan(variables: Sequence[Variable], num_shards: int, partitioner: Partitioner | None = None) -> ShardPlan:
+    """Spreads variables over shards by size; the same variables always give the same plan.
+
+    Args:
+        variables: All of them; names must differ.
+        num_shards: From 1 up.
+        partitioner: Cuts large ones; by default none is cut.
+    Raises:
+        ParameterError: A name comes twice, or there is no shard.
+    """
+    _require_counts(num_shards=num_shards)
+    names = [variable.name for variable in variables]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ParameterError(f"each variable has a name of its own, {twice!r} came twice; name modules differently")
+    pieces = [piece for variable in variables for piece in _cut(variable, num_shards, partitioner)]
+    order = {name: place for place, name in enumerate(names)}
+    # The largest first, to the shard with the least: of one variable no two parts come to the same shard.
+    loads = [(0, number) for number in range(num_shards)]
+    shards: list[list[Piece]] = [[] for _ in range(num_shards)]
+    for variable in sorted(variables, key=lambda each: (-each.num_bytes, order[each.name])):
+        parts = [piece for piece in pieces if piece.variable is variable]
+        chosen = [heapq.heappop(loads) for _ in parts]
+        for piece, (load, number) in zip(parts, chosen, strict=True):
+            shards[number].append(piece)
+            heapq.heappush(
+                loads, (load + (piece.last - piece.first) * variable.num_bytes // max(1, variable.num_rows), number)
+            )
+    return ShardPlan(
+        tuple(variables), tuple(tuple(sorted(each, key=lambda piece: order[piece.name])) for each in shards)
+    )
+
+
+def _cut(variable: Variable, num_shards: int, partitioner: Partitioner | None) -> list[Piece]:
+    wanted = partitioner.num_parts(variable, num_shards) if partitioner is not None else 1
+    rows, count = variable.num_rows, max(1, min(wanted, num_shards, variable.num_rows))
+    bounds = [rows * place // count for place in range(count + 1)]
+    return [Piece(variable, first, last) for first, last in itertools.pairwise(bounds)]
+
+
+def _require_counts(**counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+            raise ParameterError(f"{name} is a whole number from 1 up, got {count!r}")

@@ -1,0 +1,207 @@
+"""Variables that the workers of one machine share: where they lie, and one process' view of them.
+
+Values lie once, in shared memory, in stores that belong to one shard each. A worker computes with a
+copy of its own, which it brings up to date from time to time: it never sees a variable that is being
+changed. Tables with sparse gradients are not copied: a worker reads their rows where they are.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+from stratagem.parameters.board import Board
+from stratagem.parameters.contract import Variable
+from stratagem.parameters.journal import Journal, Target
+from stratagem.parameters.locks import Locks
+from stratagem.parameters.partitioning import make_plan
+from stratagem.replicas.memory import PAGE_BYTES, Region
+from stratagem.replicas.variables import Placement, Store, shaped
+
+TRAINED, TABLE, OTHER = "trained", "table", "other"
+_SMALL = 4096
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Variables of one kind in one shard.
+
+    Args:
+        store: Where they lie.
+        shard: Which shard.
+        kind: `TRAINED`, a `TABLE` alone, or `OTHER`: buffers.
+        target: Lets changes be undone.
+    """
+
+    store: Store
+    shard: int
+    kind: str
+    target: Target
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class SharedMemoryOfShards:
+    """What all processes of one machine need to see the same variables.
+
+    Args:
+        board: Versions and marks.
+        locks: One for each shard, and one for the board.
+        num_shards: How many shards.
+    """
+
+    board: Board
+    locks: Locks
+    num_shards: int
+
+    @classmethod
+    def create(cls, num_shards: int) -> "SharedMemoryOfShards":
+        """New memory, without any variable."""
+        return cls(Board.create(), Locks(Region.create(PAGE_BYTES)), num_shards)
+
+
+@final
+class LocalVariables:
+    """One process' view of the variables.
+
+    Args:
+        memory: What all have in common.
+        torn_reads: Whether a worker computes with the shared values themselves, which others may be changing.
+    """
+
+    def __init__(self, memory: SharedMemoryOfShards, *, torn_reads: bool = False) -> None:
+        self.memory = memory
+        self.board = memory.board
+        self.journal = Journal(memory.board, memory.locks)
+        self.held: list[Held] = []
+        self.version = -1  # which this process' copies are of
+        self._torn_reads = torn_reads
+        self._copies: dict[int, torch.Tensor] = {}  # by place in `held`: this process' own values
+        self._pulled: dict[int, torch.Tensor] = {}  # of buffers: what they were when they were pulled
+        self._where: dict[int, tuple[Held, Placement]] = {}
+        self._loads = [0] * memory.num_shards
+
+    # In the main program
+
+    def place(
+        self, named: Sequence[tuple[int, torch.Tensor]], labels: Mapping[int, str], tables: set[int]
+    ) -> list[Held]:
+        """Moves tensors into shared memory, spread over the shards by size.
+
+        Args:
+            named: The tensors and their names.
+            labels: What to call them in messages, by `id`.
+            tables: Those, by `id`, that get sparse gradients.
+        """
+        variables = [Variable(str(name), tuple(each.shape), each.dtype) for name, each in named]
+        plan = make_plan(variables, self.memory.num_shards)
+        order = sorted(range(self.memory.num_shards), key=self._loads.__getitem__)
+        shards = {int(piece.name): order[place] for place, pieces in enumerate(plan.shards) for piece in pieces}
+        kinds: dict[Any, list[tuple[int, torch.Tensor]]] = {}
+        for name, tensor in named:
+            # Small ones that are not trained are counters, metrics and statistics, also where they are parameters.
+            is_trained = isinstance(tensor, torch.nn.Parameter) and (tensor.requires_grad or tensor.numel() > _SMALL)
+            kind = (TABLE if id(tensor) in tables else TRAINED) if is_trained else OTHER
+            alone = name if kind == TABLE else 0
+            kinds.setdefault((shards[name], kind, tensor.dtype, alone), []).append((name, tensor))
+            self._loads[shards[name]] += tensor.nbytes
+        placed: list[Held] = []
+        for (shard, kind, dtype, _), chosen in kinds.items():
+            # On pages of its own: what the main program writes to one variable takes nothing of its neighbours along.
+            store = Store.take_in(chosen, dtype, labels, align_bytes=PAGE_BYTES)
+            shape = store.placements[0].shape if kind == TABLE else (store.num_elements,)
+            number = len(self.journal.targets) + len(placed)
+            placed.append(Held(store, shard, kind, Target.create(number, shard, store.region, dtype, shape)))
+        return placed
+
+    def publish_written(self) -> None:
+        """Makes everyone's what the main program wrote to variables."""
+        for held in self.held:
+            held.store.bring_back()
+            pages = held.store.region.written_pages()
+            if len(pages):
+                with self.journal.writing([held.shard]):
+                    held.store.region.publish(pages)
+                    self.board.version += 1
+
+    # In all processes
+
+    def add(self, held: Held) -> None:
+        """Takes variables."""
+        self.held.append(held)
+        self.journal.targets.append(held.target)
+        self._where |= {placement.name: (held, placement) for placement in held.store.placements}
+
+    def find(self, name: int) -> tuple[Held, Placement]:
+        """Where a variable lies."""
+        return self._where[name]
+
+    # In a worker
+
+    def build(self, held: Held) -> dict[int, torch.Tensor]:
+        """Makes a worker's own tensors of variables that it was sent, by name."""
+        flat = held.store.shared
+        if held.kind == OTHER or (held.kind == TRAINED and not self._torn_reads):
+            flat = self._copies[len(self.held)] = torch.zeros(held.store.num_elements, dtype=held.store.dtype)
+            if held.kind == OTHER:
+                self._pulled[len(self.held)] = torch.zeros_like(flat)
+        tensors: dict[int, torch.Tensor] = {}
+        for placement in held.store.placements:
+            # Not views of one tensor: those count changes together, and autograd takes one for a change of all.
+            view = torch.empty(0, dtype=flat.dtype)
+            view.set_(
+                flat.untyped_storage(), flat.storage_offset() + placement.offset, placement.shape, placement.stride
+            )
+            is_parameter = placement.is_parameter
+            tensors[placement.name] = torch.nn.Parameter(view, placement.requires_grad) if is_parameter else view
+        self.version = -1
+        return tensors
+
+    def pull(self, *, if_changed: bool = True) -> None:
+        """Brings this worker's copies up to date; each variable is of one version, those of a shard together."""
+        if if_changed and self.board.version == self.version:
+            return
+        version = self.board.version
+        for shard in range(self.memory.num_shards):
+            with self.journal.reading(shard):
+                self.copy_shard(shard)
+        self.version = version
+
+    def copy_shard(self, shard: int) -> None:
+        """Copies the values of one shard, whose lock the caller holds."""
+        for place, own in self._copies.items():
+            held = self.held[place]
+            if held.shard == shard:
+                own.copy_(held.store.shared)
+                if place in self._pulled:
+                    self._pulled[place].copy_(own)
+
+    def changed_buffers(self) -> list[tuple[Held, torch.Tensor]]:
+        """What this worker changed in buffers since it pulled them: stores, and its own values."""
+        return [
+            (self.held[place], self._copies[place])
+            for place, pulled in self._pulled.items()
+            if not torch.equal(pulled, self._copies[place])
+        ]
+
+    def add_buffers(self, changed: Sequence[tuple[Held, torch.Tensor]]) -> None:
+        """Adds the changes of buffers to what all have; the caller holds the shards.
+
+        Changes, not values: so that the counts and moving averages of all workers come together.
+        """
+        for held, own in changed:
+            pulled = self._pulled[self.held.index(held)]
+            shared = held.store.shared
+            if own.dtype == torch.bool:
+                shared.copy_(torch.where(own == pulled, shared, own))
+            else:
+                # Where nobody else was, the value itself: it is not rounded again.
+                shared.copy_(torch.where(shared == pulled, own, shared + (own - pulled).masked_fill_(own == pulled, 0)))
+            pulled.copy_(own)
+
+
+def shared_view(held: Held, placement: Placement) -> torch.Tensor:
+    """A variable where it lies, in its own shape."""
+    return shaped(held.store.shared, placement)

@@ -1,0 +1,65 @@
+"""Finds the tensors among the arguments of a function, and puts copies in their place."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from stratagem.placement.residence import Place
+
+Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor, Place]]
+"""Original, copy, and where the original is."""
+
+
+def tensors_in(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    """All tensors, also those in lists."""
+    for each in values:
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, tuple | list):
+            yield from tensors_in(each)
+
+
+def replaced(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], copies: Copies
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The arguments with copies in the place of the tensors that they are copies of."""
+    if not copies:
+        return args, kwargs
+    by_tensor = {id(tensor): copied for tensor, copied, _ in copies}
+    swapped = tuple(_swapped(value, by_tensor) for value in args)
+    return swapped, {key: _swapped(value, by_tensor) for key, value in kwargs.items()}
+
+
+def _swapped(value: Any, by_tensor: Mapping[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return by_tensor.get(id(value), value)
+    if type(value) in (tuple, list):
+        return type(value)(_swapped(each, by_tensor) for each in value)
+    return value
+
+
+def leaves_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that backward from these gives gradients to."""
+    leaves: list[torch.Tensor] = []
+    nodes = [each.grad_fn for each in tensors]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.append(leaf)
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return leaves
+
+
+def goal_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The device, or the tensor whose device, `Tensor.to` was asked for."""
+    goal = kwargs.get("device", kwargs.get("other"))
+    if goal is None and args and isinstance(args[0], str | int | torch.device | torch.Tensor):
+        goal = args[0]
+    return goal

@@ -1,0 +1,360 @@
+"""Turns calls of torch into nodes of a graph, without running them.
+
+Owns what becomes a node: operations on tensors of the graph, gradients included. Parameters of the program become
+variables, its other tensors constants. In-place operations are recorded as what they compute; tensors that show
+part of a changed one are made again. Functions that only concern the program's own tensors run at once.
+"""
+
+import contextlib
+import dataclasses
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from stratagem.devices.spec import DeviceSpec
+from stratagem.errors import GraphError
+from stratagem.placement import graph_rules, scopes
+from stratagem.placement.graph_nodes import Kind, Node, Output, described, filled, outputs_in
+from stratagem.placement.graph_tensor import Cell, GraphTensor, View, no_value
+from stratagem.placement.names import NameCounter
+from stratagem.placement.residence import device_of
+
+_aten: Final = torch.ops.aten
+_META: Final = torch.device("meta")
+
+
+@final
+class GraphRecorder:
+    """Records into one graph.
+
+    Args:
+        adopts_all: Whether every tensor that the program made before is a variable, not only parameters: for traces.
+    """
+
+    def __init__(self, *, adopts_all: bool = False) -> None:
+        self.nodes: list[Node] = []
+        self.names = NameCounter()
+        self.assignments: dict[Node, Node] = {}
+        self._made: list[weakref.ref[GraphTensor]] = []
+        self._adopts_all = adopts_all
+        self._adopted: dict[int, tuple[torch.Tensor, Cell]] = {}
+        self._constants = WeakIdKeyDictionary()
+        self._born = WeakIdKeyDictionary()
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._by_sequence: dict[int, Node] = {}
+
+    # Making nodes
+
+    def add(self, kind: Kind, type_name: str, outputs: Sequence[torch.Tensor], **fields: Any) -> Node:
+        """A new node with the device of the scopes around the caller."""
+        wanted = fields.pop("name", None)
+        name = self.names.unique(wanted or type_name)
+        inputs = tuple(outputs_in((fields.get("args", ()), fields.get("kwargs", {}))))
+        spec = scopes.spec_for(scopes.Operation(type_name, name, tuple(each.node for each in inputs)))
+        node = Node(
+            len(self.nodes), kind, name, type_name, spec=spec, line=_calling_line(), outputs=tuple(outputs), **fields
+        )
+        self._note_gradient(node)
+        self.nodes.append(node)
+        return node
+
+    def tensor(self, node: Node, index: int = 0, **how: Any) -> GraphTensor:
+        """The tensor that stands for a result of a node."""
+        requires_grad = how.pop("requires_grad", False)
+        made = GraphTensor(self, Cell(Output(node, index), **how), requires_grad=requires_grad)
+        if self._adopts_all:
+            self._made.append(weakref.ref(made))
+        return made
+
+    def constant(self, value: torch.Tensor, **fields: Any) -> Node:
+        """A node with a value of its own."""
+        kept = value.detach().clone()
+        return self.add(Kind.CONSTANT, "Const", [kept.to(_META)], value=kept, **fields)
+
+    def assign(self, variable: Node, value: Output) -> Node:
+        """A node that gives a variable a new value."""
+        node = self.add(
+            Kind.ASSIGN, "Assign", [value.meta], args=(value,), variable=variable, name=f"{variable.name}/Assign"
+        )
+        self.assignments[variable] = node
+        return node
+
+    def sum(self, tensors: Sequence[torch.Tensor], name: str | None = None) -> GraphTensor:
+        """One node for a sum of tensors of one shape and type."""
+        outputs = self._templates(list(tensors))
+        return self.tensor(self.add(Kind.ADD_N, "AddN", [outputs[0].meta], args=(outputs,), name=name))
+
+    def lookup(self, tensor: torch.Tensor) -> Output | None:
+        """What is fetched or fed with a tensor; of a variable, its value. None if it is not of this graph."""
+        if isinstance(tensor, GraphTensor):
+            cell = tensor.cell if tensor.recorder is self else None
+        else:
+            cell = self._adopted[id(tensor)][1] if id(tensor) in self._adopted else None
+        if cell is None:
+            return None
+        return Output(cell.variable, 0) if cell.variable is not None else self._current(cell)
+
+    # What torch calls
+
+    def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One operation of torch: noted if it concerns the graph, otherwise run."""
+        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if not self._concerns(function, tensors):
+            result = function(*args, **kwargs)
+            for each in pytree.tree_leaves(result):
+                if isinstance(each, torch.Tensor):
+                    self._born[each] = True
+            return result
+        if function in graph_rules.NEEDS_VALUES:
+            raise no_value(self._name(tensors[0]), graph_rules.NEEDS_VALUES[function])
+        if function in graph_rules.SAME:
+            return GraphTensor(self, self._cell(args[0]))
+        function = graph_rules.DEFINITE.get(function, function)
+        if function in graph_rules.BATCH_NORM:
+            return self._batch_norm(args, kwargs)
+        if function._schema.is_mutable:
+            return self._in_place(function, args, kwargs)
+        return self._out_of_place(function, args, kwargs)
+
+    def _concerns(self, function: Any, tensors: Sequence[torch.Tensor]) -> bool:
+        if any(isinstance(each, GraphTensor) or id(each) in self._adopted for each in tensors):
+            return True
+        if self._adopts_all:
+            return any(each not in self._born for each in tensors)
+        reads = torch.is_grad_enabled() and not function._schema.is_mutable
+        return reads and any(_is_parameter(each) for each in tensors)
+
+    def _out_of_place(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        node, result = self._operation(function, args, kwargs)
+        view = None
+        if any(each.alias_info is not None for each in function._schema.returns):
+            base = self._cell(args[0])
+            view = View(base, base.version, function, args, kwargs)
+        leaves, structure = pytree.tree_flatten(result)
+        indices = iter(range(len(node.outputs)))
+        made = [None if each is None else self.tensor(node, next(indices), view=view) for each in leaves]
+        return pytree.tree_unflatten(made, structure)
+
+    def _operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Node, Any]:
+        """The node of an operation, and what it returns with tensors that have only a shape."""
+        args, kwargs = self._templates(args), {name: self._templates(each) for name, each in kwargs.items()}
+        type_name = graph_rules.type_name(function)
+        result = self._metas(function, type_name, args, kwargs)
+        metas = [each for each in pytree.tree_leaves(result) if each is not None]
+        if not all(isinstance(each, torch.Tensor) for each in metas):
+            raise GraphError(f"{function} gives something that is not a tensor; a graph holds tensors only")
+        node = self.add(Kind.OPERATION, type_name, metas, function=function, args=args, kwargs=kwargs)
+        if not metas:
+            for each in node.inputs:
+                each.node.checks.append(node)
+        return node, result
+
+    def _metas(self, function: Any, type_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The shapes that an operation gives, or the error that says why it cannot be."""
+        args, kwargs = _with_metas(args), {name: _with_metas(each) for name, each in kwargs.items()}
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _META
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, TypeError, IndexError, ValueError) as error:
+            shapes = ", ".join(described(each) for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor))
+            why = str(error).strip().partition("\n")[0]
+            if "dynamic" in why or "data-dependent" in why or isinstance(error, NotImplementedError):
+                why = f"its shape depends on values, or torch does not know it without them ({why})"
+            raise GraphError(f"{type_name} cannot be recorded for {shapes}: {why}") from error
+
+    def _in_place(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        overload = graph_rules.functional(function)
+        if overload is None:
+            raise GraphError(
+                f"{function} writes into its arguments in a way that a graph does not record; use a function that "
+                f"returns its result"
+            )
+        targets = [self._written(each) for each in pytree.tree_leaves(args[0])]
+        for target in targets:
+            self._require_whole(target, graph_rules.type_name(function))
+        defaults = [each.default_value for each in function._schema.arguments[len(args) :] if not each.kwarg_only]
+        if overload is _aten.bernoulli.p and not targets[0].output.meta.is_contiguous():
+            self._change(targets[0], self._chance(targets[0], (*args[1:], *defaults), kwargs))
+            return args[0]
+        node, _ = self._operation(overload, (*args, *defaults), kwargs)
+        for index, target in enumerate(targets):
+            self._change(target, Output(node, index))
+        return args[0]
+
+    def _chance(self, target: Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Output:
+        """Random numbers in the order of memory, as in place, so that the same seed gives the same ones."""
+        meta = target.output.meta
+        order = sorted(range(meta.dim()), key=meta.stride, reverse=True)
+        there = GraphTensor(self, Cell(self._current(target))).permute(order)
+        drawn, _ = self._operation(_aten.bernoulli.p, (there, *args), kwargs)
+        back = sorted(range(meta.dim()), key=order.__getitem__)
+        return self._current(self.tensor(drawn).permute(back).cell)
+
+    def _require_whole(self, target: Cell, what: str) -> None:
+        if target.view is not None:
+            raise GraphError(
+                f"{what} changes {target.output.name!r} in place, which is part of {target.view.base.output.name!r}; a "
+                f"graph records changes of whole tensors. Make a new tensor with torch.where, torch.cat or the like"
+            )
+
+    def _change(self, target: Cell, output: Output) -> None:
+        if output.meta.shape != target.output.meta.shape or output.meta.dtype != target.output.meta.dtype:
+            raise GraphError(
+                f"{target.output.name!r} is {described(target.output.meta)}, and cannot become "
+                f"{described(output.meta)} in place"
+            )
+        target.change(output if target.variable is None else Output(self.assign(target.variable, output), 0))
+
+    def _batch_norm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Its running statistics are written without the schema saying so."""
+        values, weight, bias, mean, variance, training, momentum, eps = args
+        if not training or mean is None:
+            return self._out_of_place(_aten.native_batch_norm.default, args, kwargs)
+        statistics = [self._written(each) for each in (mean, variance)]
+        function = _aten._native_batch_norm_legit_functional.default
+        changed, _ = self._operation(function, (values, weight, bias, mean, variance, training, momentum, eps), {})
+        for index, cell in enumerate(statistics, start=3):
+            self._change(cell, Output(changed, index))
+        return tuple(self.tensor(changed, index) for index in range(3))
+
+    # What the tensors of a call stand for
+
+    def _templates(self, args: Any) -> Any:
+        if isinstance(args, torch.Tensor):
+            return self._current(self._cell(args))
+        if isinstance(args, tuple | list):
+            return type(args)(self._templates(each) for each in args)
+        return args
+
+    def _cell(self, tensor: torch.Tensor) -> Cell:
+        if isinstance(tensor, GraphTensor):
+            return tensor.cell
+        adopted = self._adopted.get(id(tensor))
+        if adopted is not None:
+            return adopted[1]
+        if _is_parameter(tensor) or (self._adopts_all and tensor not in self._born):
+            return self.adopt(tensor)
+        return self._captured(tensor)
+
+    def give_back_gradients(self) -> None:
+        """Takes gradients that were recorded off the program's own tensors, which had others or none."""
+        for tensor, gradient in self._gradients:
+            if isinstance(tensor.grad, GraphTensor):
+                tensor.grad = gradient
+
+    def alive_besides(self, known: Sequence[Any]) -> list[GraphTensor]:
+        """The tensors of the graph that somebody holds, other than these, and those that they are views of."""
+        held = [each for each in known if isinstance(each, GraphTensor)]
+        excused = {id(each) for each in held}
+        while held:
+            view = held.pop().cell.view
+            origins = [] if view is None else [each for each in view.args if isinstance(each, GraphTensor)]
+            held += [each for each in origins if id(each) not in excused]
+            excused |= {id(each) for each in origins}
+        made = [each for reference in self._made if (each := reference()) is not None]
+        return [each for each in made if id(each) not in excused]
+
+    def _written(self, tensor: torch.Tensor) -> Cell:
+        """Of a tensor that is changed in place; one that the program had before the graph keeps what is written."""
+        if not isinstance(tensor, GraphTensor) and id(tensor) not in self._adopted and tensor not in self._born:
+            return self.adopt(tensor)
+        return self._cell(tensor)
+
+    def adopt(self, tensor: torch.Tensor) -> Cell:
+        """Makes a variable of a tensor of the program, whose value it takes and changes; it is where the tensor is."""
+        node = self.add(Kind.VARIABLE, "Variable", [tensor.detach().to(_META)], tensor=tensor)
+        device = device_of(tensor)
+        node.spec = DeviceSpec(device_type=device.device_type, device_index=device.index)
+        cell = Cell(Output(node, 0), variable=node)
+        self._adopted[id(tensor)] = (tensor, cell)
+        if _is_parameter(tensor):
+            self._gradients.append((tensor, tensor.grad))
+        return cell
+
+    def _captured(self, tensor: torch.Tensor) -> Cell:
+        """A tensor of the program as it is now; kept once while it does not change."""
+        known = self._constants.get(tensor)  # type: ignore[no-untyped-call]
+        if known is None or known[0] != tensor._version:
+            known = (tensor._version, Cell(Output(self.constant(tensor), 0)))
+            self._constants[tensor] = known
+        cell: Cell = known[1]
+        return cell
+
+    def _current(self, cell: Cell) -> Output:
+        """What a cell stands for; a part of a tensor that was changed is taken of it again."""
+        view = cell.view
+        if view is not None:
+            self._current(view.base)
+            if view.base.version != view.version:
+                node, _ = self._operation(view.function, view.args, view.kwargs)
+                cell.change(Output(node, cell.output.slot))
+                cell.view = dataclasses.replace(view, version=view.base.version)
+        return cell.output
+
+    # Where gradients run
+
+    def _note_gradient(self, node: Node) -> None:
+        """An operation of a backward pass runs where the one runs whose gradient it is, whatever the scopes ask."""
+        running = torch._C._current_autograd_node()
+        if running is None:
+            # What follows without a gradient of its own has the same number.
+            self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, node)
+            return
+        node.beside = self._by_sequence.get(running._sequence_nr())
+        if node.beside is not None:
+            node.spec = node.beside.spec
+
+    def _name(self, tensor: torch.Tensor) -> str:
+        return self._cell(tensor).output.node.name
+
+
+class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is on, a graph hears of everything that torch does in this thread.
+
+    Args:
+        recorder: Of the graph.
+    """
+
+    def __init__(self, recorder: GraphRecorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in pytree.tree_leaves((args, kwargs)):
+            if isinstance(each, GraphTensor) and each.recorder is not self._recorder:
+                raise GraphError(
+                    f"{each.op_name!r} belongs to another graph than the one that is open; leave that block first"
+                )
+        return self._recorder.record(func, args, kwargs or {})
+
+
+_OURS: Final = (
+    str(Path(__file__).parents[1]) + os.sep,
+    str(Path(torch.__file__).parent) + os.sep,
+    contextlib.__file__,
+)
+
+
+def _calling_line() -> str:
+    """The nearest line that is neither stratagem's nor torch's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _with_metas(template: Any) -> Any:
+    return filled(template, lambda output: output.meta)
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_leaf

@@ -1,0 +1,61 @@
+"""What is special about some operations of torch when they are recorded: names, in-place forms, memory without values.
+
+Tables and look-ups only; `graph_recorder` acts on them.
+"""
+
+import functools
+from typing import Any, Final
+
+import torch
+
+from stratagem.placement.names import type_of
+
+_aten: Final = torch.ops.aten
+
+SAME: Final = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
+NEEDS_VALUES: Final = {
+    _aten._local_scalar_dense.default: "a Python number or an `if`",
+    _aten.equal.default: "torch.equal",
+    _aten.is_nonzero.default: "an `if`",
+}
+BATCH_NORM: Final = {_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default}
+DEFINITE: Final = {  # memory as it happens to be is no value of a graph
+    _aten.empty_like.default: _aten.zeros_like.default,
+    _aten.new_empty.default: _aten.new_zeros.default,
+}
+FUNCTIONAL: Final = {  # where the names differ by more than the underscore
+    _aten.bernoulli_.float: _aten.bernoulli.p,
+    _aten.normal_.default: _aten.normal_functional.default,
+}
+TYPES: Final = {
+    "native_batch_norm": "FusedBatchNorm",
+    "_native_batch_norm_legit_functional": "FusedBatchNorm",
+    "native_batch_norm_backward": "FusedBatchNormGrad",
+    "convolution": "Conv",
+    "convolution_backward": "ConvBackprop",
+    "select": "StridedSlice",
+    "slice": "StridedSlice",
+    "t": "Transpose",
+    "permute": "Transpose",
+    "_to_copy": "Cast",
+    "_unsafe_view": "Reshape",
+    "copy": "Identity",
+}
+
+
+def type_name(function: Any) -> str:
+    """What an operation computes, in TensorFlow's words."""
+    name = function._schema.name.partition("::")[2]
+    return TYPES.get(name) or type_of(name)
+
+
+@functools.cache
+def functional(function: Any) -> Any:
+    """The operation that computes what an in-place one writes into its first argument; None if there is none."""
+    written = [each.alias_info is not None and each.alias_info.is_write for each in function._schema.arguments]
+    namespace, _, name = function._schema.name.partition("::")
+    if function in FUNCTIONAL:
+        return FUNCTIONAL[function]
+    if namespace != "aten" or not name.endswith("_") or written != [True] + [False] * (len(written) - 1):
+        return None
+    return getattr(getattr(_aten, name.removesuffix("_"), None), function._overloadname, None)

@@ -1,0 +1,79 @@
+"""Moves parts of a model to devices: model parallelism in one call."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from stratagem.devices.lookup import DeviceLike, local_spec
+from stratagem.errors import DeviceTypeError, PlacementError
+from stratagem.placement import presence, residence, resolution, scopes
+from stratagem.placement.residence import Place
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def place(model: _Module, devices: DeviceLike | Mapping[str, DeviceLike]) -> _Module:
+    """Moves a model, or parts of it, to devices; its operations follow their parameters there.
+
+    Parameters stay the same objects, so that an optimizer keeps them; one that has state already does not move it.
+
+    Args:
+        model: Any module.
+        devices: One device for all of it; or, for names of its parts or parameters, the device of each. A longer name
+            wins over the part that it is in, `""` is the whole model; what no name covers stays where it is.
+    Returns:
+        The model.
+    Raises:
+        PlacementError: It has no such part, or a parameter that two parts share is to be in two places.
+        DeviceNotFoundError: There is no such device.
+        OutOfMemoryError: A part does not fit; parts before it have moved.
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> residence.device_of(place(net, {"0": "/cpu:0"})[0].weight).name
+        '/device:CPU:0'
+    """
+    if not isinstance(model, nn.Module):
+        raise DeviceTypeError(f"place takes a torch module, got {type(model).__name__}")
+    wanted = dict(devices) if isinstance(devices, Mapping) else {"": devices}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | {name for name, _ in tensors}
+    if unknown := [name for name in wanted if name not in known]:
+        parts = ", ".join(repr(name) for name, _ in model.named_children())
+        raise PlacementError(f"{type(model).__name__} has no part {unknown[0]!r}; its parts are {parts or 'none'}")
+    names = {part: resolution.resolve(local_spec(each), "place()") for part, each in wanted.items()}
+    places = residence.current()
+    goals: dict[torch.Tensor, tuple[Place, str]] = {}
+    for name, tensor in tensors:
+        part = max((each for each in names if _is_in(name, each)), key=len, default=None)
+        device = None if part is None else names[part]
+        if device is None:
+            continue
+        goal, other = goals.setdefault(tensor, (places.at(device), name))
+        if goal is not places.at(device):
+            raise PlacementError(
+                f"{other!r} and {name!r} are one tensor and cannot be on {goal.device.name} and {device.name}; "
+                f"place both on one device"
+            )
+    with scopes.recording():
+        for tensor, (goal, _) in goals.items():
+            _move(tensor, goal)
+    presence.update()
+    return model
+
+
+def _is_in(name: str, part: str) -> bool:
+    return part in ("", name) or name.startswith(f"{part}.")
+
+
+def _move(tensor: torch.Tensor, goal: Place) -> None:
+    if residence.current().of(tensor) is goal:
+        return
+    for each in (tensor, tensor.grad):
+        if each is not None:
+            goal.require_room(each, place)
+            data = each.detach()
+            moved = data.clone() if data.device == goal.torch_device else data.to(goal.torch_device)
+            goal.settle(moved, place)
+            each.data = moved

@@ -1,0 +1,62 @@
+"""The values of the placement log: one operation, and what was copied for it."""
+
+import dataclasses
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """An input that was brought from another device.
+
+    Attributes:
+        source: Where it was.
+        target: Where the operation ran.
+        num_bytes: How much was copied.
+        maker: The operation that made it; empty if that was before the log.
+    """
+
+    source: str
+    target: str
+    num_bytes: int
+    maker: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacementRecord:
+    """One operation.
+
+    Attributes:
+        operation: What it computes: `MatMul`.
+        name: Its name in this log: `MatMul_1`.
+        requested: The device that a scope asked for; `None` without one.
+        device: The device that it ran on.
+        why: Why it ran there.
+        copies: Inputs that were copied for it.
+        inputs: The operations that made its inputs, as far as the log has them.
+        file: Of the program.
+        line: In that file.
+    """
+
+    operation: str
+    name: str
+    requested: str | None
+    device: str
+    why: str
+    copies: tuple[Copy, ...]
+    inputs: tuple[str, ...]
+    file: str
+    line: int
+
+    @property
+    def num_bytes_copied(self) -> int:
+        """How much was copied for it."""
+        return sum(copy.num_bytes for copy in self.copies)
+
+    @property
+    def where(self) -> str:
+        """The line of the program, shortly."""
+        return f"{Path(self.file).name}:{self.line}" if self.file else ""
+
+    def as_json(self) -> dict[str, object]:
+        """What the JSON file says of it."""
+        return {**dataclasses.asdict(self), "num_bytes_copied": self.num_bytes_copied}

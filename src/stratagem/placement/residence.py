@@ -1,0 +1,286 @@
+"""Knows which logical device each tensor is on, and how full each device is.
+
+A mark on the tensor's storage says it: views, parameters and what autograd keeps share the storage, and the mark dies
+with it. A storage without a mark is on the first logical device that has its torch device. Owns the count of what is
+on each device and the error when it goes over the limit; `docs/decisions/0020-placement.md` says what is counted.
+"""
+
+import gc
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import torch
+
+from stratagem.devices.device import LogicalDevice, mib
+from stratagem.devices.inventory import Inventory, this_process
+from stratagem.devices.memory import OutOfMemoryError
+from stratagem.devices.spec import GPU, DeviceSpec
+from stratagem.errors import DeviceTypeError
+from stratagem.placement import resolution
+from stratagem.placement.names import type_of
+
+_MARK = "_stratagem_residence"
+_NUM_SHOWN = 3
+
+
+@final
+class Place:
+    """A logical device and what is on it.
+
+    Attributes:
+        tracked: Whether tensors on it are marked; those that nobody has placed are on the one that is not.
+        lacks: Names of torch's functions that it cannot compute, where that is known in advance.
+        used_bytes: What the marked tensors take.
+        peak_bytes: The most that they took.
+    """
+
+    def __init__(self, device: LogicalDevice, *, tracked: bool) -> None:
+        self.device = device
+        self.torch_device = device.torch_device
+        self.tracked = tracked
+        lacking = device.simulated and device.device_type == GPU
+        self.lacks = resolution.LACKED_BY_GPUS if lacking else frozenset[str]()
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self._limit_bytes = math.inf if device.memory_limit_bytes is None else device.memory_limit_bytes
+        self._residents: dict[int, _Resident] = {}
+
+    def settle(self, tensor: torch.Tensor, maker: Callable[..., Any]) -> None:
+        """Marks a new tensor as being here; one that is somewhere already stays there."""
+        if not self.tracked or tensor.device != self.torch_device:
+            return
+        storage = storage_of(tensor)
+        if storage is None or getattr(storage, _MARK, None) is not None:
+            return
+        num_bytes = storage.nbytes()
+        if self.used_bytes + num_bytes > self._limit_bytes:
+            self.refuse(tensor, maker, num_bytes)
+        setattr(storage, _MARK, _Mark(self, _Resident(num_bytes, maker, tensor.shape, tensor.dtype)))
+
+    def require_room(self, tensor: torch.Tensor, maker: Callable[..., Any]) -> None:
+        """Refuses a copy of a tensor that would not fit."""
+        if self._limit_bytes is not math.inf:
+            num_bytes = tensor.numel() * tensor.element_size()
+            if self.tracked and self.used_bytes + num_bytes > self._limit_bytes:
+                self.refuse(tensor, maker, num_bytes)
+
+    def refuse(self, tensor: torch.Tensor, maker: Callable[..., Any], num_bytes: int) -> None:
+        """Raises the error of a device that is full."""
+        limit_bytes = int(self._limit_bytes)
+        largest = sorted(self._residents.items(), key=lambda each: -each[1].num_bytes)[:_NUM_SHOWN]
+        names = _parameter_names() if largest else {}
+        shown = "; ".join(
+            f"{names.get(key) or type_of(each.maker)}, {_form(each.shape, each.dtype)}, {mib(each.num_bytes)}"
+            for key, each in largest
+        )
+        raise OutOfMemoryError(
+            f"out of memory on {self.device.name}: {type_of(maker)} needs {_form(tensor.shape, tensor.dtype)}, "
+            f"{mib(num_bytes)}, with {mib(self.used_bytes)} in use; its limit is {mib(limit_bytes)}. "
+            f"Largest on it: {shown or 'nothing'}. Use a smaller batch or model, place a part on another device, or "
+            f"give this one a larger memory_limit",
+            device=self.device.name,
+            limit_bytes=limit_bytes,
+            requested_bytes=num_bytes,
+        )
+
+    @property
+    def empty(self) -> bool:
+        return not self._residents
+
+    def enter(self, mark: "_Mark", resident: "_Resident") -> None:
+        self._residents[id(mark)] = resident
+        self.used_bytes += resident.num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def leave(self, mark: "_Mark") -> None:
+        self.used_bytes -= self._residents.pop(id(mark)).num_bytes
+        if not self._residents:
+            for each in _emptied:
+                each()
+
+
+class _Resident(NamedTuple):
+    """What is remembered of a tensor, without keeping it alive."""
+
+    num_bytes: int
+    maker: Callable[..., Any]
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@final
+class _Mark:
+    """Says where a storage is, as long as it lives; torch keeps what is set on a storage for its whole life."""
+
+    __slots__ = ("place",)
+
+    def __init__(self, place: Place, resident: _Resident) -> None:
+        self.place = place
+        place.enter(self, resident)
+
+    def __del__(self) -> None:
+        # torch.compile makes objects of what it reads without calling their constructors.
+        if (place := getattr(self, "place", None)) is not None:
+            place.leave(self)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a copy of a storage is another one, and not marked
+
+
+_emptied: list[Callable[[], None]] = []
+
+
+def when_emptied(call: Callable[[], None]) -> None:
+    """Has a function called whenever the last tensor on a device is gone, in whichever thread that was."""
+    _emptied.append(call)
+
+
+@final
+class Places:
+    """The logical devices of one configuration."""
+
+    def __init__(self, inventory: Inventory) -> None:
+        self.inventory = inventory
+        self.configured = inventory.configured()
+        host = resolution.host(inventory)
+        self._by_name = {
+            device.name: Place(device, tracked=device != host or device.memory_limit_bytes is not None)
+            for device in inventory.logical()
+        }
+        self.host = self._by_name[host.name]
+        self._by_torch = {place.torch_device: place for place in reversed(self._by_name.values())}
+        self._by_torch[torch.device("cpu")] = self.host
+        self._by_spec: dict[tuple[DeviceSpec, bool], Asked | None] = {}
+
+    def at(self, device: LogicalDevice) -> Place:
+        return self._by_name[device.name]
+
+    def asked(self, spec: DeviceSpec, operation: str) -> "Asked | None":
+        """What a spec asks for (`resolution.resolve`)."""
+        key = spec, resolution.is_soft()
+        if key not in self._by_spec:
+            device = resolution.resolve(spec, operation, inventory=self.inventory)
+            self._by_spec[key] = None if device is None else self._fulfil(spec, device)
+        return self._by_spec[key]
+
+    def _fulfil(self, spec: DeviceSpec, device: LogicalDevice) -> "Asked":
+        exists = spec.device_type in (None, device.device_type) and spec.device_index in (None, device.index)
+        name, why = (device.name, "scope") if exists else (str(spec), "no such device")
+        return Asked(self.at(device), name, why)
+
+    def of(self, tensor: torch.Tensor) -> Place:
+        """Where a tensor is."""
+        mark = _mark_of(tensor)
+        if mark is not None:
+            return mark.place
+        found = self._by_torch.get(tensor.device)
+        return self.host if found is None else found
+
+    @property
+    def empty(self) -> bool:
+        return all(place.empty for place in self._by_name.values())
+
+
+class Asked(NamedTuple):
+    """What scopes ask for.
+
+    Attributes:
+        place: Where that is, or what comes nearest.
+        name: The device that was asked for.
+        why: Why operations run at the place.
+    """
+
+    place: Place
+    name: str
+    why: str
+
+
+class _Current:
+    """The places of this process, as long as its configuration stands."""
+
+    places: Places | None = None
+
+
+def current() -> Places:
+    """The places of this process' configuration; the same ones as long as it, or anything on them, stays."""
+    found, inventory = _Current.places, this_process()
+    if (
+        found is None
+        or found.inventory is not inventory
+        or (found.empty and found.configured != inventory.configured())
+    ):
+        found = _Current.places = Places(inventory)
+    return found
+
+
+def in_use() -> bool:
+    """Whether any tensor is on a device that counts them."""
+    places = _Current.places
+    return places is not None and places.inventory is this_process() and not places.empty
+
+
+def device_of(tensor: torch.Tensor) -> LogicalDevice:
+    """The logical device that a tensor is on.
+
+    Raises:
+        DeviceTypeError: It is not a tensor.
+    Example:
+        >>> device_of(torch.ones(2)).name
+        '/device:CPU:0'
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise DeviceTypeError(
+            f"device_of takes a tensor, got {type(tensor).__name__}; for a module, ask its parameters"
+        )
+    mark = _mark_of(tensor)
+    return (mark.place if mark is not None else current().of(tensor)).device
+
+
+def memory_info(device: LogicalDevice) -> dict[str, int] | None:
+    """What tensors take on a device that counts them, in bytes; `None` where none were placed."""
+    place = _counting(device)
+    return None if place is None else {"current": place.used_bytes, "peak": place.peak_bytes}
+
+
+def reset_peak(device: LogicalDevice) -> None:
+    """Lets the peak start again from what is there now."""
+    if place := _counting(device):
+        place.peak_bytes = place.used_bytes
+
+
+def _counting(device: LogicalDevice) -> Place | None:
+    if _Current.places is None or not in_use() or device.torch_device.type != "cpu":
+        return None
+    place = _Current.places.at(device)
+    return place if place.tracked else None
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor, of a sparse one that of its values; `None` where torch only wraps others."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        if tensor.layout is torch.sparse_coo:
+            return tensor._values().untyped_storage()
+        return None if tensor.layout is torch.strided else tensor.values().untyped_storage()
+
+
+def _mark_of(tensor: torch.Tensor) -> _Mark | None:
+    return getattr(storage_of(tensor), _MARK, None)
+
+
+def _form(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"a {str(dtype).removeprefix('torch.')} tensor of shape {tuple(shape)}"
+
+
+def _parameter_names() -> dict[int, str]:
+    """The names of marked parameters and buffers, by mark; looks through the whole program."""
+    names: dict[int, str] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.nn.Module):
+            for name, tensor in (*each.named_parameters(), *each.named_buffers()):
+                key = id(_mark_of(tensor))
+                if len(name) > len(names.get(key, "")):
+                    names[key] = name
+    return {key: f"parameter {name!r}" for key, name in names.items()}

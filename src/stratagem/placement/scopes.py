@@ -1,0 +1,218 @@
+"""Keeps the stack of device scopes of each thread: what `sg.device(...)` asks for.
+
+Owns how nested scopes combine into one spec. Does not know which devices exist (`resolution`), runs nothing
+(`eager` does for eager code, graphs for theirs). A recorder of graphs reads `spec_for(operation)` for each node and
+wraps its work in `recording()`, so that the eager side leaves its operations alone.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, ParamSpec, TypeAlias, TypeVar, final
+
+import torch
+
+from stratagem.devices.device import LogicalDevice, PhysicalDevice
+from stratagem.devices.lookup import DeviceLike
+from stratagem.devices.spec import DeviceSpec
+from stratagem.errors import DeviceTypeError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What a function given to `sg.device` decides about.
+
+    Args:
+        type: What it computes, in TensorFlow's words: `MatMul`, `Conv2D`, `Const`.
+        name: The type, numbered where it was used before: `MatMul_1`.
+        inputs: Its tensors, or the nodes of a graph.
+    """
+
+    type: str
+    name: str
+    inputs: tuple[Any, ...] = ()
+
+
+DeviceFunction: TypeAlias = Callable[[Operation], DeviceLike | None]
+ScopeTarget: TypeAlias = DeviceLike | DeviceFunction | None
+
+NOTHING = DeviceSpec()
+"""The spec that asks for nothing."""
+
+
+class _Scopes(threading.local):
+    """The scopes that a thread is in, the innermost last, and whether its operations are recorded, not run."""
+
+    def __init__(self) -> None:
+        self.stack: list[DeviceSpec | DeviceFunction | None] = []
+        self.owners: list[DeviceScope] = []
+        self.fixed: DeviceSpec | None = NOTHING
+        self.recorders = 0
+
+
+state = _Scopes()
+_observers: list[Callable[[], None]] = []
+
+
+@final
+class DeviceScope:
+    """One `sg.device(...)`: a context manager that can be entered again, and a decorator."""
+
+    def __init__(self, target: ScopeTarget) -> None:
+        self._target = _read_target(target)
+
+    def __enter__(self) -> DeviceSpec:
+        state.stack.append(self._target)
+        state.owners.append(self)
+        try:
+            _changed()
+        except BaseException:
+            del state.owners[-1], state.stack[-1]
+            _combine()
+            raise
+        return spec_for(None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Scopes inside that were not left, as those of a generator that nobody finished, end with this one.
+        for depth in reversed(range(len(state.owners))):
+            if state.owners[depth] is self:
+                del state.owners[depth:], state.stack[depth:]
+                break
+        _changed()
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        """Runs every call of a function in this scope."""
+        if not callable(function) or inspect.isclass(function):
+            raise DeviceTypeError(f"sg.device(...) decorates a function, got {function!r}")
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+            raise DeviceTypeError(
+                f"sg.device(...) decorates plain functions, {function.__qualname__!r} runs in pieces; write "
+                f"`with sg.device(...):` inside it, around code that neither yields nor awaits"
+            )
+
+        @functools.wraps(function)
+        def placed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with self:
+                return function(*args, **kwargs)
+
+        return placed
+
+    def __repr__(self) -> str:
+        return f"device({str(self._target) if isinstance(self._target, DeviceSpec) else self._target!r})"
+
+
+def device(target: ScopeTarget) -> DeviceScope:
+    """Places what is made or computed inside on a device: `with sg.device("/gpu:1"):`, or as a decorator.
+
+    Inner scopes win, part by part: `/job:worker/task:1` around `/gpu:0` is both; an inner kind takes no index from
+    outside. Scopes belong to a thread.
+
+    Args:
+        target: A device in any spelling, whole or in part; `None` for no scope at all, as if outside; or a function
+            from an `Operation` to any of these, where `None` leaves the choice to the scopes around it.
+    Raises:
+        UnknownDeviceError: The text is not the name of a device. One that is, but of which there is none, is an error
+            of the first operation that needs it.
+    Example:
+        >>> with device("/cpu:0"):
+        ...     x = torch.ones(2, 2)
+        >>> with device(lambda operation: "/cpu:0" if operation.type == "MatMul" else None):
+        ...     y = x @ x
+    """
+    return DeviceScope(target)
+
+
+def current_device() -> DeviceSpec:
+    """What the scopes around the caller ask for, functions left out; `NOTHING` where they ask for nothing."""
+    return _merged(None)
+
+
+def spec_for(operation: Operation | None) -> DeviceSpec:
+    """What the scopes of this thread ask for of one operation, its device functions included.
+
+    The result may be partial (`/device:GPU:*`, `/job:worker`) or `NOTHING`; `resolution.resolve` makes a device of this
+    process of it.
+    """
+    fixed = state.fixed
+    return fixed if fixed is not None else _merged(operation)
+
+
+def asks_functions() -> bool:
+    """Whether the scopes of this thread need an operation to say what they ask for."""
+    return state.fixed is None
+
+
+def merge(outer: DeviceSpec, inner: DeviceSpec) -> DeviceSpec:
+    """Both specs, the inner one first; a kind and its index stay together."""
+    if inner.device_type is not None:
+        outer = dataclasses.replace(outer, device_type=None, device_index=None)
+    return outer.make_merged_spec(inner)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """For recorders of graphs: scopes are still kept, but eager operations of this thread are left alone."""
+    state.recorders += 1
+    try:
+        yield
+    finally:
+        state.recorders -= 1
+
+
+def observe(changed: Callable[[], None]) -> None:
+    """Has a function called whenever a thread has entered or left a scope, in that thread."""
+    _observers.append(changed)
+
+
+def _changed() -> None:
+    _combine()
+    for each in _observers:
+        each()
+
+
+def _combine() -> None:
+    functions = any(callable(each) for each in state.stack)
+    state.fixed = None if functions else _merged(None)
+
+
+def _merged(operation: Operation | None) -> DeviceSpec:
+    spec = NOTHING
+    for target in reversed(state.stack):
+        if target is None:
+            break
+        if isinstance(target, DeviceSpec):
+            spec = merge(target, spec)
+        elif operation is not None:
+            chosen = _read_target(target(operation))
+            if callable(chosen):
+                raise DeviceTypeError(
+                    f"a function given to sg.device returns a device, got another function {chosen!r}"
+                )
+            spec = merge(chosen or NOTHING, spec)
+    return spec
+
+
+def _read_target(target: ScopeTarget) -> DeviceSpec | DeviceFunction | None:
+    match target:
+        case None | DeviceSpec():
+            return target
+        case PhysicalDevice():
+            raise DeviceTypeError(f"{target!r} is a physical device; name a logical one such as 'gpu:0'")
+        case LogicalDevice():
+            return DeviceSpec(device_type=target.device_type, device_index=target.index)
+        case str() | torch.device():
+            return DeviceSpec.from_string(str(target))
+        case _ if callable(target):
+            return target
+    raise DeviceTypeError(
+        f"a device scope takes a device such as '/gpu:1', a function from an operation to one, or None; got {target!r}"
+    )

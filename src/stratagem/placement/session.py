@@ -1,0 +1,200 @@
+"""Runs graphs: `sg.Session`.
+
+Owns the life of a session and the steps of one run. Where nodes run is `session_places`', how they are cut
+`session_plan`'s, what computes them a fleet's: `session_local` for this process, one of `cluster` for several tasks.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeAlias, final
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from stratagem._caller import calling_line
+from stratagem.devices.spec import DeviceSpec
+from stratagem.errors import GraphTypeError, SessionError
+from stratagem.placement import scopes
+from stratagem.placement.graph import Graph, get_default_graph
+from stratagem.placement.graph_nodes import Node, Output
+from stratagem.placement.log import is_printing, line_of
+from stratagem.placement.session_config import SessionConfig
+from stratagem.placement.session_fetches import Fetches, read_feeds, read_fetches
+from stratagem.placement.session_local import LocalFleet
+from stratagem.placement.session_places import Place, Placer
+from stratagem.placement.session_plan import Plan, make_plan
+from stratagem.placement.session_run import Run, Worker
+
+
+class SessionFleet(Protocol):
+    """The devices of a session, and what computes on them.
+
+    Attributes:
+        shares_memory: Whether they see the tensors of the program; otherwise these are sent with each run.
+    """
+
+    shares_memory: bool
+
+    def place(self, spec: DeviceSpec, operation: str) -> Place | None: ...
+    def default(self, spec: DeviceSpec, operation: str) -> Place: ...
+    def mapping(self) -> str: ...
+    def worker(self, place: Place) -> Worker: ...
+    def prepare(self, variable: Node, place: Place, *, anew: bool = False) -> None: ...
+    def commit(self, run: Run, places: dict[Node, Place]) -> None: ...
+    def abandon(self, run: Run) -> None: ...
+    def close(self) -> None: ...
+
+
+Connector: TypeAlias = Callable[[str, SessionConfig], SessionFleet]
+_connectors: list[Connector] = []
+
+
+def connect_with(connector: Connector) -> None:
+    """Registers who reaches the tasks of a cluster, which lies in a layer above this one."""
+    _connectors[:] = [connector]
+
+
+@final
+class Session:
+    """Runs a graph: cut by device, the parts at the same time, with copies in between.
+
+    A thread for each device computes on the cores of that device. What fetches do not need does not run. All operations
+    of a run read the values that variables had when it began; changes take effect when the whole run has succeeded.
+
+    Args:
+        target: A graph; or the target of a server of a cluster (`server.target`), whose tasks then run the graph.
+        graph: The graph, where a target is given too; by default the one that is open, or the program's.
+        config: The settings.
+
+    Raises:
+        HandshakeError: The target is no task of a cluster with the same token.
+    Example:
+        >>> import stratagem as sg
+        >>> with sg.Graph() as graph:
+        ...     x = sg.placeholder(torch.float32, [2, 2])
+        ...     y = x @ torch.ones(2, 2)
+        >>> with Session(graph) as session:
+        ...     session.run(y, {x: [[1.0, 2.0], [3.0, 4.0]]})
+        tensor([[3., 3.],
+                [7., 7.]])
+    """
+
+    def __init__(
+        self, target: str | Graph = "", graph: Graph | None = None, *, config: SessionConfig | None = None
+    ) -> None:
+        if isinstance(target, Graph):
+            graph, target = target, ""
+        if not isinstance(target, str) or not isinstance(graph, Graph | None):
+            raise GraphTypeError(
+                f"a session is made for a graph, a target such as server.target, or both, got {target!r} and {graph!r}"
+            )
+        config = config or SessionConfig()
+        if not isinstance(config, SessionConfig):
+            raise GraphTypeError(f"the settings of a session are sg.SessionConfig(...), got {config!r}")
+        config.check()
+        self.graph = graph or get_default_graph()
+        self._logs = config.log_device_placement or is_printing()
+        self._fleet: SessionFleet = _connect(target, config) if target else LocalFleet(config)
+        self._forgotten = weakref.finalize(self, _close_beside, self._fleet)
+        self._forgotten.atexit = False  # what is open then ends with the process
+        self._placer = Placer(self._fleet)
+        self._plans: dict[tuple[frozenset[Output], frozenset[Output]], Plan] = {}
+        self._shown: set[Node] | None = None
+        self._closed_at: str | None = None
+        self._running = threading.Lock()
+
+    def run(self, fetches: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
+        """Computes what is fetched.
+
+        Args:
+            fetches: A tensor of the graph, its name, what `sg.trace` or `sg.global_variables_initializer` returned, or
+                lists, tuples and dicts of these, however deep.
+            feed_dict: Values for placeholders, or in place of other tensors of the graph.
+
+        Returns:
+            The same form with tensors in the memory of the host, or a text where that was fetched.
+
+        Raises:
+            FeedError: A placeholder is not fed, or what is fed does not fit.
+            GraphError: Something is not in the graph.
+            DeviceNotFoundError: Something was placed on a device that does not exist.
+            SessionError: An operation failed, or the session is closed.
+            TaskLostError: A task of the cluster is gone.
+        """
+        if self._closed_at is not None:
+            raise SessionError(f"the session was closed at {self._closed_at}; make a new one")
+        # No scope and no graph that is open around the call concerns what is computed here.
+        with scopes.recording(), _disable_current_modes(), self._running:
+            return self._run(read_fetches(self.graph, fetches), read_feeds(self.graph, feed_dict))
+
+    def close(self) -> None:
+        """Ends the threads of the session and its connections. A second time it does nothing."""
+        if self._closed_at is None:
+            self._closed_at = calling_line()
+            self._forgotten.detach()
+            self._fleet.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, asked: Fetches, feeds: dict[Output, torch.Tensor]) -> Any:
+        self._placer.place(self.graph.recorder.nodes)
+        for variable in asked.initialized:
+            self._fleet.prepare(variable, self._placer.where(variable), anew=True)
+        if not self._fleet.shares_memory:
+            own = {Output(node, 0): node.tensor.detach() for node in self.graph.variables if node.tensor is not None}
+            feeds = own | feeds
+        plan = self._plan(asked, feeds)
+        places = {variable: self._placer.where(variable) for variable in plan.variables}
+        for variable, place in places.items():
+            self._fleet.prepare(variable, place)
+        if self._logs:
+            self._log(plan, asked)
+        workers = {part.place: self._fleet.worker(part.place) for part in plan.parts}
+        run = Run(plan, feeds, workers, self._fleet.abandon)
+        run.execute()
+        results = {output: _result(output, run.owned(run.values[output].cpu())) for output in asked.outputs}
+        self._fleet.commit(run, places)
+        return asked.filled(results)
+
+    def _plan(self, asked: Fetches, feeds: Mapping[Output, torch.Tensor]) -> Plan:
+        key = (frozenset(asked.outputs), frozenset(feeds))
+        if key not in self._plans:
+            self._plans[key] = make_plan(asked.outputs, feeds.keys(), self._placer.where)
+        return self._plans[key]
+
+    def _log(self, plan: Plan, asked: Fetches) -> None:
+        """Each node once, in TensorFlow's form."""
+        lines = []
+        if self._shown is None:
+            self._shown = set()
+            lines.append(self._fleet.mapping())
+        for node in [*asked.initialized, *plan.nodes]:
+            if node not in self._shown:
+                self._shown.add(node)
+                kind = "" if node.name.startswith(node.type) else f"({node.type}): "
+                lines.append(line_of(node.name, f"{kind}{self._placer.where(node).name}"))
+        if lines:
+            print("\n".join(lines), flush=True)
+
+
+def _close_beside(fleet: SessionFleet) -> None:
+    """Ends a session that nobody holds any more; that may be noticed in one of its own threads."""
+    threading.Thread(target=fleet.close, name="stratagem-session-end", daemon=True).start()
+
+
+def _connect(target: str, config: SessionConfig) -> SessionFleet:
+    if not _connectors:
+        raise SessionError(f"sessions on {target!r} need stratagem.cluster; make them by sg.Session")
+    return _connectors[0](target, config)
+
+
+def _result(output: Output, value: torch.Tensor) -> Any:
+    return bytes(value.tolist()).decode() if output.node.is_text else value

@@ -1,0 +1,87 @@
+"""A part prepared for running it many times: values in numbered slots, arguments that only need these filled in."""
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias, final
+
+import torch
+
+from stratagem.placement.graph_nodes import Node, Output, filled, outputs_in
+from stratagem.placement.session_plan import Part
+
+Values: TypeAlias = list[torch.Tensor | None]
+
+
+@final
+class Step:
+    """One node.
+
+    Args:
+        node: The node.
+        part: Its part.
+        freed: The values that nothing needs after it.
+        slots: Where the values are.
+
+    Attributes:
+        results: Where its results go.
+        published: Those that others wait for.
+        freed: Where to let go of values.
+    """
+
+    def __init__(self, node: Node, part: Part, freed: Iterable[Output], slots: dict[Output, int]) -> None:
+        self.node = node
+        outputs = [Output(node, index) for index in range(len(node.outputs))]
+        self.results = [slots[each] for each in outputs]
+        self.published = [(each, slots[each]) for each in outputs if each in part.outputs]
+        self.freed = [slots[each] for each in freed]
+        self._slots = slots
+        self._args = list(node.args)
+        self._single = [(index, slots[each]) for index, each in enumerate(node.args) if isinstance(each, Output)]
+        self._nested = [
+            (index, each)
+            for index, each in enumerate(node.args)
+            if not isinstance(each, Output) and any(True for _ in outputs_in(each))
+        ]
+
+    def arguments(self, values: Values) -> list[Any]:
+        """The arguments, with the values that are there now."""
+        args = self._args.copy()
+        for index, slot in self._single:
+            args[index] = values[slot]
+        for index, template in self._nested:
+            args[index] = filled(template, lambda output: values[self._slots[output]])
+        return args
+
+    def named_arguments(self, values: Values, device: torch.device) -> dict[str, Any]:
+        """The same for those with names; what is made anew is made on the device."""
+        if not self.node.kwargs:
+            return {}
+        found = {
+            name: filled(each, lambda output: values[self._slots[output]]) for name, each in self.node.kwargs.items()
+        }
+        if found.get("device") is not None:
+            found["device"] = device
+        return found
+
+
+@final
+class Program:
+    """All steps of a part.
+
+    Args:
+        part: The part.
+    """
+
+    def __init__(self, part: Part) -> None:
+        self._outputs = list(part.inputs)
+        self._outputs += [Output(node, index) for node in part.nodes for index in range(len(node.outputs))]
+        slots = {each: slot for slot, each in enumerate(self._outputs)}
+        self.steps = [Step(node, part, freed, slots) for node, freed in zip(part.nodes, part.frees, strict=True)]
+
+    def begin(self, inputs: Iterable[torch.Tensor]) -> Values:
+        """The slots when the part begins."""
+        values: Values = list(inputs)
+        return values + [None] * (len(self._outputs) - len(values))
+
+    def named(self, values: Values) -> dict[str, torch.Tensor]:
+        """What is there now, for messages."""
+        return {each.name: value for each, value in zip(self._outputs, values, strict=True) if value is not None}

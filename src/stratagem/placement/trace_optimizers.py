@@ -1,0 +1,88 @@
+"""Lets optimizers of torch be recorded: their state exists before, and their counters stay tensors.
+
+An optimizer makes its state in its first step, and most count steps in numbers of Python, which a graph could not
+carry from run to run. Both are mended here while a function is traced, and put back afterwards.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from stratagem.errors import GraphError
+
+# Those whose state begins with zeros.
+_STARTABLE: Final = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
+
+
+@contextlib.contextmanager
+def recordable_optimizers() -> Iterator[None]:
+    """Inside the block, steps of optimizers can be recorded."""
+    changed: list[dict[str, Any]] = []
+    starting: list[torch.optim.Optimizer] = []
+    before = torch.compiler._is_compiling_flag
+
+    def prepare(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer in starting:
+            return
+        for group in optimizer.param_groups:
+            if group.get("capturable") is False:
+                group["capturable"] = True
+                changed.append(group)
+        # Otherwise torch takes counters in tensors for a matter of GPUs only.
+        torch.compiler._is_compiling_flag = True
+        starting.append(optimizer)
+        with _disable_current_modes():
+            _start(optimizer)
+        starting.remove(optimizer)
+
+    def put_back(*_: Any) -> None:
+        if not starting:
+            torch.compiler._is_compiling_flag = before
+            for group in changed:
+                group["capturable"] = False
+            changed.clear()
+
+    hooks = [register_optimizer_step_pre_hook(prepare), register_optimizer_step_post_hook(put_back)]
+    try:
+        yield
+    finally:
+        starting.clear()
+        put_back()
+        for hook in hooks:
+            hook.remove()
+
+
+def _start(optimizer: torch.optim.Optimizer) -> None:
+    """Has an optimizer make the state that its first step would make, and nothing else."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    new = [each for each in parameters if each.grad is not None and not optimizer.state.get(each)]
+    has_state = any(group.get("momentum") for group in optimizer.param_groups) or type(optimizer) is not torch.optim.SGD
+    if not new or not has_state:
+        return
+    if type(optimizer) not in _STARTABLE or any(group.get("dampening") for group in optimizer.param_groups):
+        raise GraphError(
+            f"{type(optimizer).__name__} makes its state in its first step, in a way that cannot be foreseen; call the "
+            f"function once with ordinary tensors before it is traced"
+        )
+    gradients = [each.grad for each in parameters]
+    values = [each.detach().clone() for each in new]
+    try:
+        for each in parameters:
+            each.grad = torch.zeros_like(each) if any(each is one for one in new) else None
+        optimizer.step()
+    finally:
+        for each, gradient in zip(parameters, gradients, strict=True):
+            each.grad = gradient
+        with torch.no_grad():
+            for each, value in zip(new, values, strict=True):
+                each.copy_(value)
+                for kept in optimizer.state[each].values():
+                    if isinstance(kept, torch.Tensor):
+                        kept.zero_()

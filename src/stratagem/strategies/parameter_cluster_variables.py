@@ -1,0 +1,215 @@
+"""The variables of a program in a cluster with parameter servers: their names, and how a step updates them.
+
+Owns what `optimizer.step()` and sparse embeddings mean in a task that trains. How tensors travel is
+`parameters.network`'s.
+"""
+
+import functools
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+from stratagem._caller import warn_caller
+from stratagem.errors import ParameterError, StratagemWarning, StrategyError, TaskLostError
+from stratagem.parameters.contract import Outcome, Plain, Variable, Verdict, describe_optimizer, plain_options
+from stratagem.parameters.network.client import ParameterClient
+from stratagem.parameters.network.states import StateOfAll
+from stratagem.parameters.partitioning import Partitioner, make_plan
+from stratagem.strategies import context
+from stratagem.strategies.nonfinite import NonFinite
+
+
+@final
+class ClusterVariables:
+    """What a program has made in the scope, and what parameter servers have of it.
+
+    Args:
+        client: The way to the servers.
+        made: The modules, parameters and optimizers, in the order of their making.
+        rank: Which of the tasks that train this is.
+        partitioner: Cuts large variables.
+        on_nonfinite: What a gradient that is not finite does to its step: `skip` or `raise`.
+    Raises:
+        StrategyError: There is nothing to train, or no optimizer.
+        ParameterError: The servers cannot apply the optimizer.
+    """
+
+    def __init__(
+        self,
+        client: ParameterClient,
+        made: Sequence[Any],
+        *,
+        rank: int,
+        partitioner: Partitioner | None,
+        on_nonfinite: str,
+    ) -> None:
+        self._client = client
+        self._rank = rank
+        self._parameters = dict(_named(made))
+        self._sparse = {id(each.weight): each for each in made if isinstance(each, torch.nn.Embedding) and each.sparse}
+        self._optimizers = [each for each in made if isinstance(each, torch.optim.Optimizer)]
+        if not self._parameters or not self._optimizers:
+            raise StrategyError(
+                "parameter servers keep what a model and its torch optimizer made in the scope have; make both inside "
+                "`with strategy.scope():`, before the first run. For Keras give num_workers=, on one machine"
+            )
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for optimizer in self._optimizers:
+            _require_known(optimizer, self._names)
+        self.plan = make_plan(
+            [
+                Variable(name, tuple(each.shape), each.dtype, sparse=id(each) in self._sparse)
+                for name, each in self._parameters.items()
+            ],
+            client.num_servers,
+            partitioner,
+        )
+        self._dense = {name: each for name, each in self._parameters.items() if id(each) not in self._sparse}
+        self._options: dict[int, tuple[dict[str, Plain], ...]] = {}
+        self._nonfinite = NonFinite(on_nonfinite)
+        self.version = 0
+        self.num_pushes = 0
+        self.num_refused = 0
+        self.staleness: dict[int, int] = {}
+
+    def define(self, *, is_chief: bool, state: StateOfAll | None, max_staleness: int | None) -> None:
+        """Agrees with the servers and all other tasks on the variables, and fetches their values."""
+        specs = [describe_optimizer(each, self._names) for each in self._optimizers]
+        values = None
+        if is_chief:
+            values = {name: each.detach() for name, each in self._parameters.items()}
+        self._client.define(self.plan, specs, values, state=state if is_chief else None, max_staleness=max_staleness)
+        for number, optimizer in enumerate(self._optimizers):
+            self._options[number] = plain_options(optimizer)
+            self._take_over(number, optimizer)
+        for parameter, module in ((each.weight, each) for each in self._sparse.values()):
+            name = self._names[id(parameter)]
+            module.register_forward_pre_hook(functools.partial(_fetch_rows, self._client, name))
+        self.pull()
+
+    def pull(self) -> None:
+        """Fetches the values of all variables that are not sparse."""
+        outcomes = self._client.wait(self._client.pull(self._dense))
+        self.version = max((each.version for each in outcomes), default=0)
+        torch.autograd.graph.increment_version(list(self._dense.values()))
+
+    def pull_all(self) -> None:
+        """Fetches the values of all variables, sparse ones too: to evaluate or to save."""
+        self._client.wait(self._client.pull(self._parameters))
+        torch.autograd.graph.increment_version(list(self._parameters.values()))
+
+    @staticmethod
+    @torch.no_grad()
+    def load_values(made: Sequence[Any], state: StateOfAll) -> None:
+        """Gives the values of a state to a model that no server keeps.
+
+        Raises:
+            ParameterError: The state is of another model.
+        """
+        own = dict(_named(made))
+        if own.keys() != state.values.keys():
+            raise ParameterError(f"the state has the variables {sorted(state.values)}, the model {sorted(own)}")
+        for name, parameter in own.items():
+            parameter.copy_(state.values[name])
+
+    def _take_over(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        """Puts a push in the place of the optimizer's step."""
+        held = weakref.ref(optimizer)  # weak: it holds the step, and must go when dropped
+
+        def step(closure: Any = None) -> Any:
+            own = held()
+            if own is None:
+                return None
+            if not context.state.replicas:
+                raise StrategyError("optimizer.step() was called outside strategy.run; call it in what you run")
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            own._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+            self._push(number, own)
+            return loss
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = step  # type: ignore[method-assign]
+
+    def _push(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        for before in optimizer._optimizer_step_pre_hooks.values():
+            before(optimizer, (), {})
+        gradients = {
+            self._names[id(each)]: each.grad
+            for group in optimizer.param_groups
+            for each in group["params"]
+            if each.grad is not None
+        }
+        bad = next((name for name, gradient in gradients.items() if not _is_finite(gradient)), None)
+        if bad is not None:  # no server gets any of it: some would apply their part
+            self._nonfinite.judge([(self._rank, bad)], updated=False, run_number=self.num_pushes)
+            return
+        options = plain_options(optimizer)
+        news = options if options != self._options[number] else None
+        outcomes = self._client.wait(self._client.push(gradients, optimizer=number, options=news, into=self._dense))
+        self._options[number] = options
+        torch.autograd.graph.increment_version(list(self._dense.values()))
+        self._judge(outcomes)
+        for after in optimizer._optimizer_step_post_hooks.values():
+            after(optimizer, (), {})
+
+    def _judge(self, outcomes: Sequence[Outcome]) -> None:
+        self.num_pushes += 1
+        self.version = max(each.version for each in outcomes)
+        worst = max(each.staleness for each in outcomes)
+        self.staleness[worst] = self.staleness.get(worst, 0) + 1
+        bad = next((each for each in outcomes if not each.is_applied), None)
+        if bad is not None:
+            self.num_refused += 1
+        if bad is None:
+            self._nonfinite.judge((), updated=True, run_number=self.num_pushes)
+        elif bad.verdict is Verdict.FENCED:
+            raise TaskLostError(f"the parameter servers no longer take what this task sends: {bad.reason}")
+        elif bad.verdict is Verdict.STALE:
+            warn_caller(f"push {self.num_pushes} was left out: {bad.reason}", StratagemWarning)
+        else:
+            raise ParameterError(f"a parameter server refused push {self.num_pushes}: {bad.reason}")
+
+
+def _fetch_rows(client: ParameterClient, name: str, module: torch.nn.Embedding, inputs: tuple[Any, ...]) -> None:
+    """Fetches the rows of a sparse embedding that a forward pass will read."""
+    weight = module.weight
+    rows = inputs[0].detach().reshape(-1).to("cpu", torch.int64)
+    client.wait(client.pull({name: weight}, {name: rows}))
+    torch.autograd.graph.increment_version(weight)
+
+
+def _is_finite(gradient: torch.Tensor) -> bool:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return math.isfinite(values.sum(dtype=torch.float64)) if values.is_floating_point() else True
+
+
+def _named(made: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """All parameters with names that are the same in every task: as in the `state_dict` of a single model."""
+    modules = [each for each in made if isinstance(each, torch.nn.Module)]
+    inner = {id(each) for module in modules for each in module.modules() if each is not module}
+    roots = [each for each in modules if id(each) not in inner and next(each.parameters(), None) is not None]
+    seen: set[int] = set()
+    for place, root in enumerate(roots):
+        for name, parameter in root.named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield (f"{place}.{name}" if len(roots) > 1 else name), parameter
+    loose = [each for each in made if isinstance(each, torch.nn.Parameter) and id(each) not in seen]
+    for place, parameter in enumerate(loose):
+        yield f"parameter.{place}", parameter
+
+
+def _require_known(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise StrategyError(
+                    f"optimizer {type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that "
+                    f"was not made in the scope; make model and optimizer inside the same scope"
+                )

@@ -1,0 +1,225 @@
+"""Asynchronous training: workers read and update shared variables, each at its own pace."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stratagem.cluster.resolver import found
+from stratagem.devices.device import LogicalDevice
+from stratagem.devices.division import split_cores
+from stratagem.devices.inventory import this_process
+from stratagem.errors import StrategyError
+from stratagem.parameters.board import MAX_SHARDS, MAX_WORKERS
+from stratagem.parameters.consistency import Async, BoundedStaleness, Consistency, Synchronous
+from stratagem.replicas import values
+from stratagem.replicas.values import PerReplica
+from stratagem.strategies import context
+from stratagem.strategies.local_replicas import LocalReplicas
+from stratagem.strategies.parameter_cluster import task_of
+from stratagem.strategies.parameter_server_engine import ParameterWorkers
+from stratagem.strategies.parameter_server_results import waited_for
+from stratagem.strategies.parameter_server_worker import WorkerSettings
+from stratagem.strategies.replicated import Replicated, require_seconds
+from stratagem.strategies.settings import Settings
+
+
+@final
+class ParameterServerStrategy(Replicated):
+    """Keeps variables in memory that workers share; each worker updates them as soon as it has gradients.
+
+    `run` gives a step to a free worker and returns at once; what it returns waits when it is read. So one
+    slow worker does not hold up the others, and one that is lost is replaced, while its step is given to
+    another. The price is staleness: gradients may be computed from values that others have changed since.
+    `consistency` is the dial between the two. For steps that equal one device use `MirroredStrategy`.
+
+    Args:
+        num_workers: How many child processes compute. In a task of a cluster with the job ps it is left out: each
+            worker task then runs its own loop, and ps tasks serve (`parameter_cluster`).
+        num_ps: Into how many shards variables are divided; a push locks those that it touches.
+        consistency: `Async()`, `BoundedStaleness(k)` or `Synchronous(backup_workers=b)`.
+        on_nonfinite: What a gradient that is not finite does to its push: `skip`, `raise` or `apply`.
+        torn_reads: Whether workers compute with shared values that others may be changing at that moment, as
+            in Hogwild; saves a copy in every step.
+        stall_timeout_s: How long a step may take before its worker counts as stalled, and is replaced.
+        max_restarts: How many workers may be replaced within `restart_window_s` before the strategy gives up.
+        restart_window_s: In how many seconds.
+        verbose: Whether to print the staleness of all pushes at the end.
+    Raises:
+        StrategyError: An option is not one of its values, or the call is inside a replica.
+    Example:
+        >>> import torch
+        >>> strategy = ParameterServerStrategy(num_workers=1)
+        >>> with strategy.scope():
+        ...     model = torch.nn.Linear(2, 1)
+        >>> strategy.local_results(strategy.run(lambda x: tuple(model(x).shape), args=(torch.ones(3, 2),)))
+        ((3, 1),)
+        >>> strategy.close()
+    """
+
+    def __new__(cls, num_workers: int | None = None, *args: Any, **options: Any) -> Any:
+        """In a task of a cluster with the job ps, without `num_workers`: the strategy of that task."""
+        if num_workers is None:
+            context.require_controller("ParameterServerStrategy()")
+            return task_of(found().resolver, options)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        num_workers: int,
+        num_ps: int = 1,
+        *,
+        consistency: Consistency | None = None,
+        on_nonfinite: str = "skip",
+        torn_reads: bool = False,
+        stall_timeout_s: float = 60.0,
+        max_restarts: int = 3,
+        restart_window_s: float = 600.0,
+        verbose: bool = False,
+    ) -> None:
+        context.require_controller("ParameterServerStrategy()")
+        _require_count("num_workers", num_workers, MAX_WORKERS)
+        _require_count("num_ps", num_ps, MAX_SHARDS)
+        require_seconds(stall_timeout_s=stall_timeout_s, restart_window_s=restart_window_s)
+        if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
+            raise StrategyError(f"max_restarts is a whole number from 0 up, got {max_restarts!r}")
+        chosen = consistency if consistency is not None else Async()
+        if not isinstance(chosen, Async | BoundedStaleness | Synchronous):
+            raise StrategyError(
+                f"consistency is Async(), BoundedStaleness(k) or Synchronous(backup_workers=b), got {consistency!r}"
+            )
+        if isinstance(chosen, Synchronous) and chosen.backup_workers >= num_workers:
+            raise StrategyError(
+                f"backup_workers={chosen.backup_workers} leaves none of {num_workers} workers whose gradients count; "
+                f"have more workers"
+            )
+        settings = Settings(num_workers, on_nonfinite=on_nonfinite)
+        devices = worker_devices(num_workers)
+        self.consistency = chosen
+        self.num_workers = num_workers
+        self.verbose = verbose
+        # With all gradients of each step, workers are replicas that agree after every step: what is made for that is
+        # equal to one device to the last bit, and faster than pushes that wait for each other.
+        self._is_lockstep = isinstance(chosen, Synchronous) and not chosen.backup_workers
+        new_replicas: Any
+        if self._is_lockstep:
+            new_replicas = functools.partial(
+                LocalReplicas, devices=devices, settings=settings, stall_timeout_s=stall_timeout_s
+            )
+        else:
+            new_replicas = functools.partial(
+                ParameterWorkers,
+                devices=devices,
+                num_shards=num_ps,
+                settings=WorkerSettings(chosen, on_nonfinite, torn_reads),
+                stall_timeout_s=stall_timeout_s,
+                max_restarts=max_restarts,
+                restart_window_s=restart_window_s,
+            )
+        super().__init__(devices if isinstance(chosen, Synchronous) else devices[:1], new_replicas)
+
+    @property
+    def workers(self) -> ParameterWorkers:
+        """Those who push by themselves, for parts of the library that give them steps."""
+        workers: Any = self._replicas
+        if self._is_lockstep:
+            raise StrategyError(
+                "with Synchronous() all workers are in the same step, so that none can be given one of its own; "
+                "use Async() or BoundedStaleness(k)"
+            )
+        return cast(ParameterWorkers, workers)
+
+    def reduce(self, op: str, value: Any, *, weighted: bool = True) -> Any:
+        """One value of the values of a step; waits for it."""
+        return super().reduce(op, waited_for(value), weighted=weighted)
+
+    def gather(self, value: Any, axis: int = 0) -> Any:
+        """The tensors of a step; waits for it."""
+        return super().gather(waited_for(value), axis)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """The values of a step, as a tuple; waits for it."""
+        value = waited_for(value)
+        sizes = [len(each) for each in pytree.tree_leaves(value) if isinstance(each, PerReplica)]
+        return tuple(values.select(value, place) for place in range(sizes[0])) if sizes else (value,)
+
+    def call_in_children(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Calls a function in every worker of a step that all share; else the main program loads data for them."""
+        if self._is_lockstep:
+            super().call_in_children(function, *arguments)
+
+    def resize(self, num_workers: int) -> None:
+        """Adds workers to those that train, or lets some go once they have done what they have.
+
+        Args:
+            num_workers: How many there shall be.
+        """
+        context.require_controller("strategy.resize()")
+        _require_count("num_workers", num_workers, MAX_WORKERS)
+        if isinstance(self.consistency, Synchronous):
+            raise StrategyError("with Synchronous() each worker has its part of every step; resize an asynchronous one")
+        self.workers.require_usable()
+        self.workers.resize(worker_devices(num_workers))
+        self.num_workers = num_workers
+
+    def staleness(self) -> dict[int, dict[int, int]]:
+        """For each worker, how many of its pushes had missed how many others; the last number counts all above."""
+        if self._is_lockstep:
+            return {}
+        histogram = self.workers.board.histogram
+        return {
+            worker: {staleness: int(count) for staleness, count in enumerate(histogram[worker]) if count}
+            for worker in range(len(histogram))
+            if histogram[worker].any()
+        }
+
+    def write_staleness(self, writer: Any, global_step: int) -> None:
+        """Adds the staleness of each worker's pushes to TensorBoard: a histogram, and its mean.
+
+        Args:
+            writer: A `torch.utils.tensorboard.SummaryWriter`.
+            global_step: At which step.
+        """
+        for worker, counts in self.staleness().items():
+            found = torch.tensor(list(counts)).repeat_interleave(torch.tensor(list(counts.values())))
+            writer.add_histogram(f"staleness/worker {worker}", found, global_step)
+            writer.add_scalar(f"staleness/worker {worker}, mean", found.double().mean().item(), global_step)
+
+    def close(self) -> None:
+        """Waits for the steps under way and ends the workers. The model stays as it is and works as a plain one."""
+        shown = self.verbose and not self._is_lockstep and self._replicas.closed_at is None
+        if shown and self.workers.main is not None:
+            self.workers.settle()
+            print(describe_staleness(self.staleness()))
+        super().close()
+
+
+def describe_staleness(histogram: dict[int, dict[int, int]]) -> str:
+    """A histogram of staleness as lines of text."""
+    lines = ["staleness of pushes, by worker: how many pushes of others each had missed"]
+    for worker, counts in histogram.items():
+        total = sum(counts.values())
+        mean = sum(staleness * count for staleness, count in counts.items()) / total
+        parts = ", ".join(f"{staleness}: {count}" for staleness, count in counts.items())
+        lines.append(f"worker {worker}: {total} pushes, mean {mean:.2f} ({parts})")
+    return "\n".join(lines)
+
+
+def worker_devices(num_workers: int) -> list[LogicalDevice]:
+    """A share of the CPU for each worker: logical devices if there are enough, else their cores divided anew."""
+    cpus: Sequence[LogicalDevice] = this_process().logical("CPU")
+    if len(cpus) >= num_workers:
+        return list(cpus[:num_workers])
+    cores = tuple(sorted({core for cpu in cpus for core in cpu.cores}))
+    return [
+        dataclasses.replace(cpus[0], index=number, cores=own, num_threads=len(own))
+        for number, own in enumerate(split_cores(cores, num_workers))
+    ]
+
+
+def _require_count(name: str, count: int, most: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
+        raise StrategyError(f"{name} is a whole number from 1 to {most}, got {count!r}")

@@ -1,0 +1,391 @@
+"""Drives the workers of a parameter server on this machine: what they are given, and the course of a step.
+
+Offers the strategy the same as `local_replicas`. Variables lie in shared memory, where workers update
+them; the main program's tensors are views of the same memory.
+"""
+
+import atexit
+import contextlib
+import functools
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, cast, final
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from stratagem._caller import calling_line
+from stratagem.devices.device import LogicalDevice
+from stratagem.devices.inventory import this_process
+from stratagem.errors import StratagemError, StrategyError
+from stratagem.parameters.consistency import Synchronous
+from stratagem.parameters.rounds import Round
+from stratagem.parameters.variables import SharedMemoryOfShards
+from stratagem.replicas import control, values
+from stratagem.strategies import context, gradients, parameter_server_child
+from stratagem.strategies.distribution import Distribution
+from stratagem.strategies.nonfinite import NonFinite
+from stratagem.strategies.parameter_server_crew import Crew, Step, Worker
+from stratagem.strategies.parameter_server_main import MainProgram
+from stratagem.strategies.parameter_server_news import introduce, tell
+from stratagem.strategies.parameter_server_results import StepResult
+from stratagem.strategies.parameter_server_rounds import run_round
+from stratagem.strategies.parameter_server_worker import Answer, Call, WorkerSettings
+from stratagem.strategies.random_numbers import RandomNumbers
+from stratagem.strategies.replica_side import StrategyInReplica
+
+_keys = itertools.count(1_000_000)  # apart from those of other strategies, whose children these never are
+
+
+@final
+class ParameterWorkers:
+    """The workers of one strategy, and the variables that they share.
+
+    Args:
+        owner: The strategy, whose name errors show.
+        devices: Where the workers compute, one for each.
+        num_shards: Over how many shards variables are spread.
+        settings: What all workers have in common.
+        stall_timeout_s: How long a step may take before its worker counts as stalled.
+        max_restarts: How many workers may be replaced within `restart_window_s`.
+        restart_window_s: In how many seconds.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        devices: Sequence[LogicalDevice],
+        num_shards: int,
+        settings: WorkerSettings,
+        stall_timeout_s: float,
+        max_restarts: int,
+        restart_window_s: float,
+    ) -> None:
+        self.distribution = Distribution(cast(Any, self))
+        self.key = next(_keys)
+        self.closed_at: str | None = None
+        self.main: MainProgram | None = None
+        self._owner_ref = weakref.ref(owner)
+        self._name = type(owner).__name__
+        self._devices = list(devices)
+        self._num_shards = num_shards
+        self._settings = settings
+        self._process = os.getpid()
+        self._random_numbers = RandomNumbers(0, apart=False)
+        self._nonfinite = NonFinite(settings.on_nonfinite)
+        self.num_runs = 0
+        self._steps: list[Step] = []  # whose failures have not been looked for
+        self._given: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []  # calls that new workers get as well
+        self._is_started = False
+        self._started = contextlib.ExitStack()
+        weak = cast(ParameterWorkers, weakref.proxy(self))  # so that a strategy that the program drops can go
+        self.crew = Crew(
+            self.distribution.registry,
+            stall_timeout_s=stall_timeout_s,
+            max_restarts=max_restarts,
+            window_s=restart_window_s,
+            welcome=functools.partial(ParameterWorkers._welcome, weak),
+            mourn=functools.partial(ParameterWorkers._mourn, weak),
+            message=functools.partial(ParameterWorkers._message, weak),
+        )
+        self._ending = weakref.finalize(self, _end, self.crew, self._started, self._process)
+        self._ending.atexit = False  # `_close_all` is sooner
+        _open.add(self)
+        gradients.install()
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy whose workers these are."""
+        return self._owner_ref()
+
+    @property
+    def board(self) -> Any:
+        """The numbers that all workers see."""
+        return self.begin().variables.board
+
+    # Life
+
+    def begin(self) -> MainProgram:
+        """Reserves memory and orders the workers, the first time; waits for nothing."""
+        self.require_usable()
+        if self.main is None:
+            self._started.enter_context(this_process().in_use(f"{self._name}()"))
+            memory = SharedMemoryOfShards.create(self._num_shards)
+            slots = len(self._devices) if isinstance(self._settings.consistency, Synchronous) else 0
+            self.main = MainProgram(memory, self.distribution, cast(Any, weakref.proxy(self)), num_slots=slots)
+            self._started.callback(self.main.close)
+            hook = register_module_forward_pre_hook(functools.partial(_settle_before, weakref.ref(self)))
+            self._started.callback(hook.remove)
+            self.distribution.registry.add(0, self._owner_ref())
+            self.crew.begin(range(len(self._devices)))
+        return self.main
+
+    def start(self) -> MainProgram:
+        """Waits for the workers, the first time: until then the program has built its model while torch loaded."""
+        main = self.begin()
+        if not self._is_started:
+            self._is_started = True
+            with self._or_end():
+                self.crew.start()
+        return main
+
+    def resize(self, devices: Sequence[LogicalDevice]) -> None:
+        """Adds workers, or lets some go when they have done what they have.
+
+        Args:
+            devices: One for each worker that there shall be; those that stay keep theirs.
+        """
+        before = len(self._devices)
+        self._devices += devices[before:]
+        with self.attending():
+            if self.main is not None:
+                self.crew.begin(range(before, len(devices)))
+                self.crew.start() if self._is_started else None
+                for number in range(len(devices), before):
+                    self.crew.remove(number)
+        del self._devices[len(devices) :]
+
+    def close(self) -> None:
+        """Finishes what is under way and ends the workers; distributed objects become plain, with all their state."""
+        if self.closed_at is not None or os.getpid() != self._process:
+            return
+        try:
+            if self._is_started:
+                self.settle()
+                self.main.bring_state_home()  # type: ignore[union-attr]  # it is there when workers are
+        finally:
+            self.end()
+        self.raise_failures()
+
+    def end(self, cause: BaseException | None = None) -> None:
+        """Ends the workers at once; nothing can be run any more."""
+        because = f" because {type(cause).__name__}: {cause}" if isinstance(cause, StratagemError) else ""
+        self.closed_at = self.closed_at or calling_line() + because
+        _open.discard(self)
+        self._ending.detach()
+        for step in [*self.crew.queue, *(step for each in self.crew.workers.values() for _, step in each.steps)]:
+            step.finish(error=StrategyError(f"{self._name} was closed at {self.closed_at} before this step was done"))
+            step.is_reported = True
+        _end(self.crew, self._started, self._process)
+        self.distribution.tracker.let_go()
+
+    def require_usable(self) -> None:
+        """Refuses use after the end, and in a process that was forked from the main program."""
+        if self.closed_at is not None:
+            raise StrategyError(f"{self._name} was closed at {self.closed_at}; make a new one")
+        if os.getpid() != self._process:
+            raise StrategyError(
+                f"{self._name} belongs to process {self._process} and cannot be used in {os.getpid()}, which was "
+                f"forked from it; use it in the main program only"
+            )
+
+    @contextlib.contextmanager
+    def _or_end(self) -> Any:
+        """A block after whose failure the workers cannot go on."""
+        try:
+            yield
+        except BaseException as error:
+            self.end(error)
+            raise
+
+    def tell_others(self, error: BaseException) -> None:
+        """The program has failed: what is under way is not waited for any more."""
+        self.crew.stop()
+
+    # What `distribution` needs
+
+    def make_equal(self, *_: Any) -> None:
+        """Values lie once: they are equal."""
+
+    def ask_children(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Calls a function of the library in every worker, when none has a step."""
+        with self._or_end():
+            self.start()
+            self.settle()
+            return self.crew.ask_all(function, *arguments)
+
+    def give_all(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Calls a function of the library in every worker, also in those that come later."""
+        self.ask_children(function, *arguments)
+        self._given.append((function, arguments))
+
+    def forget_functions(self) -> None:
+        """Sends functions anew the next time: something that they used is gone."""
+        live = self.distribution.registry.live()
+        for worker in self.crew.workers.values():
+            worker.forget_functions()
+            worker.news = {name: each for name, each in (worker.news or {}).items() if name is None or name in live}
+
+    # Steps
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gives a step to a worker with room, or one to each where they share a step; waits for room only."""
+        self.raise_failures()
+        self.prepare()
+        counts = values.counts_of(args, kwargs)
+        if isinstance(shared := self._settings.consistency, Synchronous):
+            return run_round(self, function, args, kwargs, counts, num_backups=shared.backup_workers)
+        step = self.new_step(function, values.select(args, 0, sent=True), values.select(kwargs, 0, sent=True))
+        with self.attending():
+            self.crew.wait(lambda: self.crew.has_room)
+            self.enter(step)
+        self.raise_failures()
+        return StepResult(self, step, counts)
+
+    def prepare(self) -> None:
+        """Brings workers up to date with what the program has made and changed since the last step."""
+        main = self.start()
+        main.note_pending()
+        self.distribution.bring_up_to_date(cast(Any, main))
+        main.bring_up_to_date()
+        main.variables.publish_written()
+        self.num_runs += 1
+        seed, changes = self._random_numbers.new_seed(), self.distribution.changes()
+        self._random_numbers.note_run()
+        if changes:
+            self.distribution.note_state()
+        for worker in self.crew.workers.values() if changes or seed is not None else ():
+            tell(worker, changes, seed)
+
+    def enter(self, step: Step) -> None:
+        """Enters a step into the queue; what cannot be sent is an error now."""
+        self._steps.append(step)
+        try:
+            self.crew.submit(step)
+        except BaseException:
+            self._steps.remove(step)
+            raise
+
+    def new_step(
+        self, function: Any, args: Any, kwargs: Any, *, own_round: Round | None = None, worker: int | None = None
+    ) -> Step:
+        """A step that can be entered, at the settings of this moment."""
+        told = control.flattened(control.surroundings()), own_round
+        return Step(function, args, kwargs, told=told, worker=worker)
+
+    def submit(self, step: Step) -> None:
+        """Enters a step whose failure somebody else looks for."""
+        with self.attending():
+            self.crew.submit(step)
+            self.crew.attend(0.0)
+
+    def attend(self, *, wait: bool = False) -> None:
+        """Takes in what workers have sent; waits a moment for something if told to."""
+        with self.attending():
+            self.crew.attend(0.1 if wait else 0.0)
+
+    def cancel(self, steps: Sequence[Step], error: BaseException) -> None:
+        """Takes steps back that no worker has been given."""
+        for step in [each for each in self.crew.queue if each in steps]:
+            self.crew.queue.remove(step)
+            step.finish(error=error)
+
+    def wait_for(self, step: Step) -> Any:
+        """The result of a step; its error, if it has failed."""
+        with self.attending():
+            self.crew.wait(lambda: step.is_done)
+        if step.has_failed:
+            self._raise(step)
+        return self.result_of(step)
+
+    def settle(self) -> None:
+        """Waits for all steps that workers have; none is handed out meanwhile."""
+        with self.attending():
+            waiting, self.crew.queue = self.crew.queue, type(self.crew.queue)()
+            try:
+                self.crew.wait(lambda: not self.crew.num_under_way and not self.crew.queue)
+            finally:
+                self.crew.queue.extend(waiting)
+
+    def result_of(self, step: Step) -> Any:
+        answer = cast(Answer, step.answer)
+        return answer.result
+
+    @contextlib.contextmanager
+    def attending(self) -> Any:
+        """A block that waits for workers; errors of the library in it end the strategy."""
+        self.require_usable()
+        try:
+            yield
+        except StrategyError:
+            raise
+        except (StratagemError, KeyboardInterrupt) as error:
+            self.end(error)
+            raise
+
+    def raise_failures(self) -> None:
+        """Raises the first failure of a step that nobody has been told of, and judges gradients that were skipped."""
+        finished = [step for step in self._steps if step.is_done]
+        if not finished:
+            return
+        self._steps = [step for step in self._steps if not step.is_done]
+        failed = [step for step in finished if step.has_failed and not step.is_reported]
+        for step in failed[1:]:
+            step.is_reported = True  # one failure is told once, and is most often that of all
+        if failed:
+            self._raise(failed[0])
+        for step in finished:
+            if isinstance(step.answer, Answer):
+                skipped = [(0, step.answer.skipped)] if step.answer.skipped else []
+                self._nonfinite.judge(skipped, updated=step.answer.updated, run_number=self.num_runs)
+
+    def _raise(self, step: Step) -> None:
+        # What its worker did of what it was told is not known: all are told everything.
+        self.distribution.forget_state(cast(Any, self.main))
+        step.raise_error()
+
+    # What the crew asks
+
+    def _message(self, worker: Worker, step: Step) -> Any:
+        surroundings, own_round = step.told
+        news, worker.news = dict(worker.news or {}), {}
+        seed = news.pop(None, None)
+        num_pushed = 0 if own_round else step.num_pushed
+        call = Call(worker.num_calls + 1, seed, news, surroundings, self.board.version, num_pushed, own_round)
+        arguments = self.key, call, worker.functions.prepare(step.function), step.args, step.kwargs
+        return parameter_server_child.run, arguments, self.distribution.reference_in_run
+
+    def _welcome(self, worker: Worker) -> None:
+        """Gives a new worker all that the others have."""
+        device = self._devices[worker.number % len(self._devices)]
+        main = cast(MainProgram, self.main)
+        arguments = self.key, worker.number, device, self._settings, main.variables.memory
+        self.crew.call(worker, parameter_server_child.join, *arguments, StrategyInReplica(0, [device], 0, 1))
+        introduce(worker, self.crew, self.key, main, self.distribution.registry, self._owner_ref())
+        for function, given in self._given:
+            self.crew.call(worker, function, *given)
+
+    def _mourn(self, number: int) -> tuple[int, int]:
+        """Puts right what a lost worker left in shared memory."""
+        variables = cast(MainProgram, self.main).variables
+        board = variables.board
+        with variables.journal.writing(range(self._num_shards)):
+            board.pushing[number] = board.committed[number]
+        board.in_flight[number] = 0
+        return int(board.call[number]), int(board.committed[number] - board.call_start[number])
+
+
+def _settle_before(reference: "weakref.ref[ParameterWorkers]", module: torch.nn.Module, _: Any) -> None:
+    """Before the main program calls a distributed model, it waits for the steps that change it."""
+    workers = reference()
+    if workers is None or context.state.replicas or not workers.crew.num_under_way:
+        return
+    if module in workers.distribution.registry and os.getpid() == workers._process:
+        workers.settle()
+
+
+def _end(crew: Crew, started: contextlib.ExitStack, process: int) -> None:
+    if os.getpid() == process:
+        crew.stop()
+        started.close()
+
+
+_open: "weakref.WeakSet[ParameterWorkers]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for workers in list(_open):
+        workers.close()

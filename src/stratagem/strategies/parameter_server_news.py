@@ -1,0 +1,51 @@
+"""What the workers of a parameter server are told: what changed since their last step; to a new one, everything."""
+
+from typing import Any
+
+import torch
+
+from stratagem.replicas import control
+from stratagem.replicas.registry import Registry
+from stratagem.strategies import in_child, parameter_server_child
+from stratagem.strategies.parameter_server_crew import Crew, Worker
+from stratagem.strategies.parameter_server_main import MainProgram
+
+
+def tell(worker: Worker, changes: control.Snapshot, seed: int | None) -> None:
+    """Adds to what a worker is told with its next step; the seed of random numbers stands under `None`."""
+    news = worker.news = worker.news or {}
+    for name, new in changes.items():
+        old = news.get(name)
+        # Of a module only what has changed is told: what was told before and not sent yet must stay.
+        news[name] = new._make(map(_later, old, new)) if old is not None and hasattr(new, "_make") else new
+    if seed is not None:
+        news[None] = seed
+
+
+def introduce(worker: Worker, crew: Crew, key: int, main: MainProgram, registry: Registry, strategy: Any) -> None:
+    """Gives a new worker the variables and objects that the others have, as they are now.
+
+    Args:
+        worker: The new one, which has joined.
+        crew: All workers.
+        key: By which they know the strategy.
+        main: Where variables lie.
+        registry: The names of distributed objects.
+        strategy: Which has a name, but is not given.
+    """
+
+    def reference(obj: Any) -> int | None:
+        return registry.reference(obj) if isinstance(obj, torch.Tensor) or obj is strategy else None
+
+    worker.news = {None: torch.initial_seed() % 2**32}
+    if main.placed:
+        crew.call(worker, in_child.adopt_variables, key, main.placed)
+    objects = {name: obj for name, obj in registry.live().items() if name and not isinstance(obj, torch.Tensor)}
+    if objects:
+        crew.call(worker, in_child.adopt_objects, key, objects, reference=reference)
+    for name, (memory, slots) in main.states().items():
+        crew.call(worker, parameter_server_child.take_state, key, name, memory, slots)
+
+
+def _later(earlier: Any, later: Any) -> Any:
+    return earlier if later is None else later

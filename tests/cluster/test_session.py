@@ -1,0 +1,400 @@
+"""Graphs run on the tasks of a cluster: what travels is checked, and who is gone is named."""
+
+import contextlib
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stratagem as sg
+from stratagem import _env
+from stratagem.cluster import token as tokens
+from stratagem.cluster.channel import connect
+from stratagem.cluster.io_thread import IoThread
+from stratagem.cluster.messages import Kind
+from stratagem.errors import (
+    ClusterSpecError,
+    DeviceNotFoundError,
+    HandshakeError,
+    ProtocolError,
+    SessionError,
+    TaskLostError,
+)
+from stratagem.placement import remote
+from stratagem.placement.remote_operations import NAMES
+from stratagem.placement.session_places import Place
+from stratagem.placement.session_plan import make_plan
+from tests.cluster.tasks import TaskProcess, started, workers
+
+HERE = Place("worker", 0, "CPU", 0)
+OPENING = {"soft": None, "growth": None, "fraction": None}
+WRITING = {"variable": 1, "name": "w", "device": "/device:CPU:0", "value": {"dtype": "float32", "shape": [2]}}
+
+
+@pytest.fixture(scope="module")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("session") / "secrets" / "token"
+    tokens.create(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def known_token(no_starter: None, token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_env.TOKEN_FILE, str(token_file))
+
+
+@pytest.fixture(scope="module")
+def cluster(token_file: Path) -> Iterator[tuple[list[TaskProcess], list[str]]]:
+    """Two tasks in processes of their own, and their targets."""
+    spec = workers(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_env.TOKEN_FILE, str(token_file))
+        with started(2) as tasks:
+            yield tasks, [task.ask(f"listen({spec!r}, 'worker', {index})") for index, task in enumerate(tasks)]
+
+
+@pytest.fixture
+def server() -> Iterator[sg.Server]:
+    with sg.Server.create_local_server() as made:
+        yield made
+
+
+def test_local_server_runs_the_program_of_the_notes(server: sg.Server) -> None:
+    with sg.Graph() as graph:
+        c = sg.constant("hello, distributed stratagem")
+    with sg.Session(server.target, graph) as session:
+        assert session.run(c) == "hello, distributed stratagem"
+
+
+def test_parts_run_in_the_tasks_that_were_asked_for(
+    cluster: tuple[list[TaskProcess], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with sg.Graph() as graph:
+        x = sg.placeholder(torch.float32, [2, 2], name="x")
+        with sg.device("/job:worker/task:1"):
+            w = sg.get_variable("w", [2, 2], initializer=torch.nn.init.ones_)
+            y = torch.tanh(x @ w)
+        with sg.device("/job:worker/task:0/cpu:0"):
+            z = (y * 2).sum()
+        (gradient,) = torch.autograd.grad(z, [w])
+        with sg.device("/job:worker/task:1/cpu:0"):
+            train = sg.assign(w, w - 0.5 * gradient)
+    value = torch.tensor([[0.1, -0.2], [0.3, 0.4]])
+    weights = torch.ones(2, 2, requires_grad=True)
+    with sg.Session(cluster[1][0], graph, config=sg.SessionConfig(log_device_placement=True)) as session:
+        for _ in range(3):
+            found, _ = session.run([z, train], {x: value})
+            expected = (torch.tanh(value @ weights) * 2).sum()
+            torch.testing.assert_close(found, expected.detach())
+            weights = (weights - 0.5 * torch.autograd.grad(expected, [weights])[0]).detach().requires_grad_()
+        torch.testing.assert_close(session.run(w), weights.detach())
+    lines = capsys.readouterr().out.splitlines()
+    assert "w: (Variable): /job:worker/replica:0/task:1/device:CPU:0" in lines
+    assert "MatMul: /job:worker/replica:0/task:1/device:CPU:0" in lines
+    assert "Sum: /job:worker/replica:0/task:0/device:CPU:0" in lines
+
+
+def test_traced_step_trains_the_programs_model_in_another_task(cluster: tuple[list[TaskProcess], list[str]]) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    models = [torch.nn.Linear(4, 3) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def step_of(model: torch.nn.Module) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @sg.device("/job:worker/task:1")
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    traced = sg.trace(step_of(models[1]), x, y)
+    reference = step_of(models[0]).__wrapped__
+    with sg.Session(cluster[1][0], traced.graph) as session:
+        for _ in range(3):
+            torch.testing.assert_close(session.run(traced, traced.feed(x, y)), reference(x, y).detach())
+    torch.testing.assert_close(models[1].weight, models[0].weight)
+
+
+def test_types_and_large_tensors_travel_whole(server: sg.Server) -> None:
+    values = [
+        torch.randn(3, 700_000),  # more than one piece
+        torch.tensor([True, False]),
+        torch.randn(4).to(torch.bfloat16),
+        torch.randn(2, 2, dtype=torch.complex64),
+        torch.zeros(0, 3),
+        torch.tensor(7),
+        torch.randn(4, 5).T,
+    ]
+    with sg.Graph() as graph:
+        inputs = [sg.placeholder(each.dtype, each.shape) for each in values]
+        outputs = [each.clone() for each in inputs]
+    with sg.Session(server.target, graph) as session:
+        for found, value in zip(session.run(outputs, dict(zip(inputs, values, strict=True))), values, strict=True):
+            assert torch.equal(found, value)
+
+
+def test_error_of_an_operation_names_it_and_its_task(server: sg.Server) -> None:
+    with sg.Graph() as graph:
+        x = sg.placeholder(torch.int64, [2])
+        table = sg.get_variable("table", [3, 2])
+        y = torch.nn.functional.embedding(x, table)
+        new = sg.assign(table, table * 2 + y.sum())
+    with sg.Session(server.target, graph) as session:
+        before = session.run(table)
+        with pytest.raises(
+            SessionError, match=r"^Embedding \(.*made at test_session.py:\d+\) failed on /job:local/repl"
+        ):
+            session.run(new, {x: [1, 5]})
+        assert torch.equal(session.run(table), before)
+        assert session.run(y, {x: [1, 2]}).shape == (2, 2)
+
+
+def test_devices_and_tasks_that_do_not_exist_are_named(cluster: tuple[list[TaskProcess], list[str]]) -> None:
+    for device, message in (
+        ("/job:worker/task:5", "Const was placed on '/job:worker/task:5': task worker/5 does not exist; cluster has"),
+        ("/job:ps", "task ps/0 does not exist"),
+        (
+            "/job:worker/task:1/gpu:3",
+            "'/job:worker/task:1/device:GPU:3', which does not exist; that task has /device:CPU:0",
+        ),
+    ):
+        with sg.Graph() as graph, sg.device(device):
+            c = sg.constant(1.0)
+        with sg.Session(cluster[1][0], graph) as session, pytest.raises(DeviceNotFoundError, match=message):
+            session.run(c)
+
+
+def test_operation_that_may_not_travel_is_refused_before_it_does(server: sg.Server) -> None:
+    with sg.Graph() as graph:
+        x = sg.placeholder(torch.float32, [2, 2])
+        y = torch.linalg.cholesky_ex(x)[0]
+    with (
+        sg.Session(server.target, graph) as session,
+        pytest.raises(
+            SessionError, match=r"aten.linalg_cholesky_ex.*is not among the operations that another task runs"
+        ),
+    ):
+        session.run(y, {x: torch.eye(2)})
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_run_over_a_task_that_is_lost_names_it(token_file: Path, number: signal.Signals) -> None:
+    """From this task to the other and back again; the other dies, or stops, between two runs."""
+    spec = workers(2)
+    with sg.Graph() as graph:
+        x = sg.placeholder(torch.float32, [2])
+        with sg.device("/job:worker/task:0"):
+            one = x + 1
+        with sg.device("/job:worker/task:1"):
+            two = one * 2
+        with sg.device("/job:worker/task:0"):
+            three = two - 1
+    with started(1) as (other,), sg.Server(spec, "worker", 0) as server:
+        other.ask(f"listen({spec!r}, 'worker', 1)")
+        with sg.Session(server.target, graph) as session:
+            assert session.run(three, {x: [1.0, 2.0]}).tolist() == [3.0, 5.0]
+            other.signal(number)
+            with pytest.raises(TaskLostError, match=r"^task worker/1 is gone: it (closed|has given no sign of life)"):
+                session.run(three, {x: [1.0, 2.0]})
+            assert session.run(one, {x: [1.0, 2.0]}).tolist() == [2.0, 3.0]
+            with pytest.raises(TaskLostError, match="task worker/1 is gone"):
+                session.run(three, {x: [1.0, 2.0]})
+
+
+def test_target_that_is_none_is_refused(server: sg.Server, tmp_path: Path) -> None:
+    graph = sg.Graph()
+    with pytest.raises(ClusterSpecError, match=r"the target of a session is such as 'stratagem://10.0.0.1:2222', got"):
+        sg.Session("grpc://127.0.0.1:1", graph)
+    target = server.target
+    tokens.create(tmp_path / "own" / "other")
+    with pytest.raises(HandshakeError, match="has another token than this task"):
+        sg.Session(target, graph, config=sg.SessionConfig(token_file=tmp_path / "own" / "other"))
+    server.stop()
+    with pytest.raises(TaskLostError, match=r"cannot be reached: .*Start it, as sg.Server does"):
+        sg.Session(target, graph)
+
+
+def test_session_ends_with_its_server(server: sg.Server) -> None:
+    with sg.Graph() as graph:
+        c = sg.constant(1.0) + 1
+    with sg.Session(server.target, graph) as session:
+        assert session.run(c).item() == 2.0
+        server.stop()
+        with pytest.raises(TaskLostError, match="is gone"):
+            session.run(c)
+
+
+# What a task takes from others
+
+
+def described() -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """A part as it travels."""
+    with sg.Graph() as graph:
+        x = sg.placeholder(torch.float32, [2])
+        y = torch.clamp(x * sg.constant([1.0, 2.0]), max=float("inf")).sum(0, dtype=torch.float64)
+    (part,) = make_plan([graph.recorder.lookup(y)], {graph.recorder.lookup(x)}, lambda node: HERE).parts  # type: ignore[list-item, arg-type]
+    sent = remote.encode_part(part, {})
+    about: dict[str, Any] = json.loads(json.dumps(sent.about))
+    return about, sent.constants
+
+
+def test_part_is_the_same_after_its_journey() -> None:
+    about, constants = described()
+    part, sent = remote.decode_part(about, constants, HERE, {})
+    assert [str(node.function) for node in part.nodes] == [
+        "None",
+        "aten.mul.Tensor",
+        "aten.clamp.default",
+        "aten.sum.dim_IntList",
+    ]
+    assert part.nodes[2].args[2] == float("inf")
+    assert len(sent.inputs) == len(sent.outputs) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda part: part.pop("nodes"),
+        lambda part: part.update(more=[]),
+        lambda part: part["inputs"][0].update(shape=[-1]),
+        lambda part: part["inputs"][0].update(shape=[2**40, 2**40]),
+        lambda part: part["inputs"][0].update(dtype="object"),
+        lambda part: part["nodes"][1].update(operation=["from_file", "default"]),
+        lambda part: part["nodes"][1].update(operation=["mul_", "Tensor"]),
+        lambda part: part["nodes"][1].update(operation=["mul", "out"]),
+        lambda part: part["nodes"][1].update(operation=["__class__", "default"]),
+        lambda part: part["nodes"][1].update(operation="mul"),
+        lambda part: part["nodes"][1].update(args=[{"output": [1, 0]}]),
+        lambda part: part["nodes"][1].update(args=[{"output": [-1, 3]}]),
+        lambda part: part["nodes"][1].update(args=[{"output": [0, 0], "more": 1}]),
+        lambda part: part["nodes"][1].update(args=[{"code": "import os"}]),
+        lambda part: part["nodes"][1].update(args=["../../etc/passwd"]),
+        lambda part: part["nodes"][1].update(args=[0] * 50),
+        lambda part: part["nodes"][1].update(kwargs={"nothing": 1}),
+        lambda part: part["nodes"][1].update(num_outputs=10**9),
+        lambda part: part["nodes"][1].update(kind="placeholder"),
+        lambda part: part["nodes"][1].update(name=None),
+        lambda part: part["nodes"].append(
+            {"kind": "assign", "name": "", "line": "", "variable": 7, "inputs": [[0, 0]]}
+        ),
+        lambda part: part["nodes"].append({"kind": "constant", "name": "", "line": ""}),
+        lambda part: part["outputs"].append([-1, 0]),
+        lambda part: part["outputs"].append([99, 0]),
+        lambda part: part.update(nodes=[]),
+    ],
+)
+def test_part_that_breaks_a_rule_is_refused(change: Any) -> None:
+    about, constants = described()
+    change(about)
+    with pytest.raises(ProtocolError):
+        remote.decode_part(about, constants, HERE, {})
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8)
+    | st.sampled_from(["add_n"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["output", "dtype", "x"]), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a description that could hold something else."""
+    yield path
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places_in(inner, (*path, key))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_part_with_anything_in_any_place_is_read_or_refused(data: st.DataObject) -> None:
+    about, constants = described()
+    path = data.draw(st.sampled_from([path for path in places_in(about) if path]))
+    inner: Any = about
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = data.draw(JSON)
+    with contextlib.suppress(ProtocolError):
+        remote.decode_part(about, constants, HERE, {})
+
+
+def test_no_operation_that_may_travel_touches_anything_but_tensors() -> None:
+    for name in NAMES:
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            if remote.remote_operations.operation(name, overload) is None:
+                continue
+            for argument in getattr(packet, overload)._schema.arguments:
+                assert not {"Storage", "Stream", "PyObject"} & {str(argument.type)}
+    assert not {"from_file", "set_", "empty", "empty_strided", "as_strided", "resize", "record_stream"} & NAMES
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"call": "run", "about": {"part": 0, "run": 0}, "sizes": []},  # before anything was opened
+        {"call": "open", "about": {}, "sizes": []},
+        {"call": "eval", "about": {"code": "1"}, "sizes": []},
+        {"call": "open", "about": OPENING, "sizes": [5]},
+        {"call": "open", "about": OPENING, "sizes": [], "then": {"call": "open", "about": OPENING, "sizes": []}},
+        {
+            "call": "open",
+            "about": OPENING,
+            "sizes": [],
+            "then": {"call": "run", "about": {"part": 1, "run": 1}, "sizes": []},
+        },
+        {"call": "open", "about": OPENING, "sizes": [], "then": {"call": "commit", "about": {"run": []}, "sizes": []}},
+        {"call": "open", "about": OPENING, "sizes": [], "then": {"call": "write", "about": WRITING, "sizes": [2**40]}},
+        {
+            **{"call": "open", "about": OPENING, "sizes": []},
+            "then": {"call": "part", "about": {"part": 1, "device": "/device:CPU:0"}, "sizes": [2**40]},
+        },
+    ],
+)
+def test_call_that_breaks_a_rule_ends_the_connection_and_nothing_else(server: sg.Server, body: dict[str, Any]) -> None:
+    thread = IoThread("test")
+    thread.start()
+
+    async def break_the_rule() -> str:
+        port = int(server.target.rpartition(":")[2])
+        channel = await connect("127.0.0.1", port, server.token)
+        then = body.get("then")
+        channel.send(Kind.CALL, {"id": 0, **{name: value for name, value in body.items() if name != "then"}})
+        try:
+            if then is not None:
+                assert (await channel.receive())[1]["error"] == ""
+                channel.send(Kind.CALL, {"id": 1, **then})
+            await channel.receive()
+        except Exception as error:
+            return type(error).__name__
+        finally:
+            channel.abort()
+        return "answered"
+
+    try:
+        assert thread.run(break_the_rule()) == "ClosedError"
+    finally:
+        thread.stop()
+    with sg.Graph() as graph:
+        c = sg.constant(1.0)
+    with sg.Session(server.target, graph) as session:
+        assert session.run(c).item() == 1.0

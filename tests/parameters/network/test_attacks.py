@@ -1,0 +1,344 @@
+"""The attacks A1 to A15 that concern the channel of parameter servers; every one leaves the others untouched."""
+
+import logging
+import os
+import pickle
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+from stratagem.errors import ParameterServerLostError, StratagemError
+from stratagem.parameters.contract import Variable, describe_optimizer
+from stratagem.parameters.network import bodies, frames
+from stratagem.parameters.network.client import ParameterClient
+from stratagem.parameters.network.frames import Greeting, Kind
+from stratagem.parameters.partitioning import make_plan
+from tests.cluster.tasks import listening_at
+from tests.parameters.network.attacker import Attacker, eventually
+from tests.parameters.network.cluster import PATIENCE_S, Cluster, Trainer, same
+
+NewCluster = Callable[..., Cluster]
+
+PUSH = {
+    "number": 1,
+    "version": 0,
+    "optimizer": 0,
+    "options": None,
+    "gradients": [["2.bias", None, ""]],
+    "assigned": [],
+    "then_pull": False,
+}
+
+
+class Canary:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return open, (self._path, "w")
+
+
+def in_use(cluster: Cluster) -> Trainer:
+    """A worker that trains while somebody attacks."""
+    trainer = cluster.trainer(0)
+    trainer.step(0)
+    return trainer
+
+
+def is_untouched(trainer: Trainer, num_steps: int = 1) -> bool:
+    """Whether the servers still have what the worker had after its last step, and serve it."""
+    before = trainer.copies()
+    trainer.pull()
+    return same(trainer.copies(), before) and {each.version for each in trainer.step(1)} == {num_steps + 1}
+
+
+def test_pickle_in_the_place_of_every_message_is_never_opened(new_cluster: NewCluster, tmp_path: Path) -> None:  # A1
+    cluster = new_cluster()
+    trainer = in_use(cluster)
+    bomb = pickle.dumps(Canary(tmp_path / "canary"))
+    refused = 0
+    for kind in Kind:
+        with Attacker(cluster.spec) as attacker:
+            attacker.attach(1)
+            attacker.say(kind, bomb, request=2)
+            assert attacker.is_out()
+            refused += 2
+        assert eventually(lambda: cluster.servers[0].num_refused >= refused)  # noqa: B023
+    with Attacker(cluster.spec) as stranger:
+        stranger.send(bomb)
+        stranger.send(bomb.ljust(frames.GREETING_BYTES, b"\0")[: frames.GREETING_BYTES])
+        stranger.send(frames.Header(Kind.PULL, 0, 0, 0, len(bomb)).pack() + bomb + bytes(16))
+        assert eventually(lambda: cluster.servers[0].num_refused >= refused + 3)
+    assert not (tmp_path / "canary").exists()
+    assert is_untouched(trainer)
+
+
+def test_replayed_and_reflected_frames_are_refused(new_cluster: NewCluster) -> None:  # A2
+    cluster = new_cluster(num_ps=1)
+    trainer = in_use(cluster)
+    with Attacker(cluster.spec) as honest:
+        honest.attach(1)
+        honest.ask(Kind.DEFINE, definition(trainer), 2)
+        assert honest.answer()[0] == Kind.DONE
+        honest.ask(Kind.PUSH, PUSH, 3)
+        honest.say(Kind.DATA, struct.pack("2f", 1.0, 1.0), request=3)
+        assert honest.answer() == (Kind.DONE, bodies.done(version=2, verdict="applied", staleness=1))
+        record = list(honest.sent)
+        with Attacker(cluster.spec) as other:  # all of it again, on a connection of its own
+            for frame in record:
+                other.send(frame)
+            assert frames.parse_greeting(other.receive())[0] == Greeting.CHALLENGE
+            assert frames.parse_greeting(other.receive())[0] == Greeting.REFUSED
+        honest.send(record[-1])  # the push again, on the same connection
+        assert honest.is_out()
+    with Attacker(cluster.spec) as mirror:
+        mirror.log_in()
+        frame = mirror.receive()  # a sign of life
+        mirror.send(frame)
+        mirror.opener.open(frame, mirror.opener.parse(frame))
+        assert mirror.is_out()
+    trainer.pull()
+    assert is_untouched(trainer, num_steps=2)
+
+
+def test_push_to_another_server_is_refused(new_cluster: NewCluster) -> None:  # A2, A7
+    cluster = new_cluster(num_ps=2)
+    trainer = in_use(cluster)
+    elsewhere = next(number for number, pieces in enumerate(trainer.plan.shards) if "2.bias" not in map(_name, pieces))
+    with Attacker(cluster.spec, elsewhere) as attacker:
+        attacker.attach(1)
+        attacker.ask(Kind.PUSH, PUSH)
+        attacker.say(Kind.DATA, struct.pack("2f", 1.0, 1.0), request=1)
+        assert attacker.is_out()
+    assert is_untouched(trainer)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"version": 10**6}, "version 1000000 is not one of 0 to 1"),
+        ({"number": 5}, "pushes come in order"),
+        ({"number": 0}, ""),
+        ({"optimizer": 3}, "no optimizer 3"),
+        ({"options": [{"lr": 10**9, "nothing": 1}]}, "no option 'nothing'"),
+        ({"options": [{"lr": "x"}]}, "option lr='x'"),
+        ({"gradients": [], "assigned": ["2.bias"]}, "'2.bias' is trained"),
+    ],
+)
+def test_push_of_a_worker_that_lies_changes_nothing(
+    new_cluster: NewCluster, change: dict[str, object], reason: str
+) -> None:  # A7
+    cluster = new_cluster()
+    trainer = in_use(cluster)
+    with Attacker(cluster.spec) as attacker:
+        attacker.attach(1)
+        attacker.ask(Kind.DEFINE, definition(trainer), 2)
+        assert attacker.answer()[0] == Kind.DONE
+        attacker.ask(Kind.PUSH, {**PUSH, **change}, 3)
+        attacker.say(Kind.DATA, struct.pack("2f", 1.0, 1.0), request=3)
+        kind, body = attacker.answer()
+        assert kind == Kind.DONE
+        assert body["verdict"] in ("refused", "duplicate")
+        assert reason in body["reason"]
+    assert is_untouched(trainer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (Kind.PUSH, {**PUSH, "gradients": [["nothing", None, ""]]}),
+        (Kind.PUSH, {**PUSH, "gradients": [["2.bias", 2**40, ""]]}),
+        (Kind.PUSH, {**PUSH, "gradients": [["2.bias", None, "zip"]]}),
+        (Kind.PULL, {"names": None, "rows": [["2.bias", 2**60]]}),
+        (Kind.LOAD, {"version": 1, "saved": [[0, "nothing", "x", "like"]]}),
+    ],
+)
+def test_sizes_that_a_shard_does_not_have_are_refused(
+    new_cluster: NewCluster, kind: Kind, body: dict[str, object]
+) -> None:  # A4, A7
+    cluster = new_cluster()
+    trainer = in_use(cluster)
+    with Attacker(cluster.spec) as attacker:
+        attacker.attach(1)
+        attacker.ask(kind, body)
+        assert attacker.is_out()
+    assert is_untouched(trainer)
+
+
+def test_request_before_an_introduction_or_an_answer_is_refused(new_cluster: NewCluster) -> None:  # A8
+    cluster = new_cluster()
+    trainer = in_use(cluster)
+    with Attacker(cluster.spec) as nameless:
+        nameless.log_in()
+        nameless.ask(Kind.PULL, {"names": None, "rows": []})
+        assert nameless.is_out()
+    with Attacker(cluster.spec) as hasty:
+        hasty.attach(1)
+        for request in (2, 3, 4, 5):
+            hasty.say(Kind.PULL, b'{"names":null,"rows":[]}', request=request)
+        assert eventually(lambda: cluster.servers[0].num_refused >= 2)
+    assert is_untouched(trainer)
+
+
+def _zmtp(length: int) -> bytes:
+    """The greeting of ZeroMQ's protocol, and the start of a message of some length."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    return greeting + bytes([4, len(ready)]) + ready + b"\x02" + struct.pack(">Q", length & (2**64 - 1)) + b"x"
+
+
+@pytest.mark.parametrize("length", [2**63, 2**32, -1, 2**30, frames.MOST_FRAME_BYTES + 1])
+def test_absurd_lengths_are_refused_before_memory_is_taken(new_cluster: NewCluster, length: int) -> None:  # A4
+    cluster = new_cluster()
+    trainer = in_use(cluster)
+    before = _resident_bytes()
+    with socket.create_connection(("127.0.0.1", cluster.port), PATIENCE_S) as raw:
+        raw.sendall(_zmtp(length))
+        received = b"x"
+        while received:
+            received = raw.recv(65536)
+    assert _resident_bytes() - before < 10 * 2**20
+    assert is_untouched(trainer)
+
+
+def test_idle_connections_and_half_handshakes_do_not_keep_workers_out(new_cluster: NewCluster) -> None:  # A5
+    cluster = new_cluster()
+    trainer = in_use(cluster)
+    connections = [socket.create_connection(("127.0.0.1", cluster.port), PATIENCE_S) for _ in range(150)]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    half = []
+    try:
+        for _ in range(80):
+            half.append(context.socket(zmq.DEALER))
+            half[-1].connect(f"tcp://{cluster.spec['ps'][0]}")
+            half[-1].send(frames.greeting(Greeting.HELLO, bytes(32)))
+        for each in half:
+            assert each.poll(int(1000 * PATIENCE_S))
+        assert len(cluster.servers[0]._strangers) <= 64
+        assert is_untouched(trainer)
+        assert cluster.trainer(1).step(3)
+    finally:
+        for each in half:
+            each.close(linger=0)
+        context.term()
+        for connection in connections:
+            connection.close()
+
+
+def test_servers_and_clients_listen_on_loopback_only(new_cluster: NewCluster) -> None:  # A9
+    before = listening_at(os.getpid())
+    cluster = new_cluster(num_ps=2)
+    cluster.trainer(0)
+    new = listening_at(os.getpid()) - before
+    assert len(new) == 2
+    assert all(place.startswith("0100007f:") for place in new), new
+
+
+def test_token_is_in_no_message_and_no_log(
+    new_cluster: NewCluster, token_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:  # A13
+    caplog.set_level(logging.DEBUG)
+    cluster = new_cluster()
+    trainer = in_use(cluster)
+    with Attacker(cluster.spec) as attacker:
+        attacker.attach(1)
+        attacker.say(Kind.PULL, b"nonsense")
+        assert attacker.is_out()
+    cluster.end()
+    with pytest.raises(ParameterServerLostError, match=r"4 of 4 parameters: 0\.weight, 0\.bias, 2\.weight, ") as caught:
+        trainer.pull()
+    secret = token_file.read_text().strip()
+    assert secret not in caplog.text + str(caught.value) + repr(trainer.client) + repr(cluster.servers[0])
+    assert secret not in Path(f"/proc/{os.getpid()}/cmdline").read_text()
+    assert "refused a message" in caplog.text
+
+
+def test_reader_that_never_reads_is_dropped_and_nobody_waits_for_it(new_cluster: NewCluster) -> None:  # A15
+    cluster = new_cluster(slow_reader_s=0.5)
+    client = cluster.worker(0)
+    large = {"large": torch.zeros(16 * 2**20)}
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    plan = make_plan([Variable("large", (16 * 2**20,), torch.float32)], 1)
+    spec = describe_optimizer(torch.optim.SGD([parameter], lr=0.1), {id(parameter): "large"})
+    client.define(plan, [spec], large)
+    server = cluster.servers[0]
+    with Attacker(cluster.spec, queue=1) as sloth:
+        sloth.attach(1)
+        sloth.ask(Kind.PULL, {"names": None, "rows": []}, 2)
+        assert eventually(lambda: len(server._sessions) == 2)
+        began = time.monotonic()
+        client.wait(client.pull(large))
+        assert time.monotonic() - began < PATIENCE_S
+        beats = 0
+        while len(server._sessions) == 2 and time.monotonic() - began < PATIENCE_S:
+            beats += 1
+            sloth.say(Kind.BEAT, b"{}")  # it lives, and does not read
+            time.sleep(0.1)
+        assert len(server._sessions) == 1
+        assert "not read" in next(iter(server._fenced.values())).why_fenced
+    client.wait(client.pull(large))
+
+
+def test_sender_that_never_sends_what_it_announced_is_dropped(new_cluster: NewCluster) -> None:  # A15
+    cluster = new_cluster(slow_reader_s=0.3)
+    trainer = in_use(cluster)
+    with Attacker(cluster.spec) as sloth:
+        sloth.attach(1)
+        sloth.ask(Kind.PUSH, PUSH)
+        assert eventually(lambda: len(cluster.servers[0]._sessions) == 1)
+        assert "not sent what it announced" in next(iter(cluster.servers[0]._fenced.values())).why_fenced
+    assert is_untouched(trainer)
+
+
+def definition(trainer: Trainer) -> dict[str, object]:
+    """What an honest worker says of its variables."""
+    return {
+        **bodies.plan_to_body(trainer.plan),
+        "shard": 0,
+        "optimizers": [bodies.optimizer_to_body(trainer.spec)],
+        "max_staleness": None,
+        "has_values": False,
+        "is_open": True,
+    }
+
+
+def test_client_refuses_a_server_that_lies(token_file: Path) -> None:
+    """A server without the token that plays the handshake back learns nothing and is not believed."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.set(zmq.LINGER, 0)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    client = ParameterClient({"worker": ["127.0.0.1:1"], "ps": [f"127.0.0.1:{port}"]}, "worker", 0, join_timeout_s=5)
+    try:
+
+        def lie() -> None:
+            for answer in (Greeting.CHALLENGE, Greeting.WELCOME):
+                if router.poll(int(1000 * PATIENCE_S)):
+                    identity, frame = router.recv_multipart()
+                    router.send_multipart([identity, frames.greeting(answer, frames.parse_greeting(frame)[1])])
+
+        lying = threading.Thread(target=lie)
+        lying.start()
+        with pytest.raises(StratagemError, match="another token"):
+            client.connect()
+        lying.join(PATIENCE_S)
+    finally:
+        router.close()
+        context.term()
+
+
+def _name(piece: object) -> str:
+    return piece.name  # type: ignore[attr-defined, no-any-return]
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

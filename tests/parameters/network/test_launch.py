@@ -1,0 +1,44 @@
+"""`stratagem run --ps`: workers are replaced alone, servers come back together, and a crash loop ends."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "train_program.py"
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def launch(folder: Path, mode: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stratagem", "run", "--workers", "2", *options, "-v", PROGRAM, folder, mode]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=110, check=False)
+
+
+def starts(folder: Path) -> dict[str, int]:
+    return {each.name: len(each.read_text().split()) for each in folder.iterdir() if each.is_file()}
+
+
+def test_killed_worker_is_replaced_and_killed_server_brings_all_back(tmp_path: Path) -> None:  # F13, F14
+    done = launch(tmp_path, "once", "--ps", "2", "--max-restarts", "2")
+    assert done.returncode == 0, done.stderr
+    assert "worker/1 was killed by SIGKILL; starting worker/1 again (restart 1 of 2)" in done.stderr
+    assert "ps/0 was killed by SIGKILL; starting all tasks again (restart 2 of 2)" in done.stderr
+    assert "succeeded after 2 restart(s)" in done.stderr
+    assert starts(tmp_path) == {"worker-0": 2, "worker-1": 3, "ps-0": 2, "ps-1": 2}
+    (saved,) = [int(each.name.rpartition("-")[2]) for each in (tmp_path / "checkpoints").iterdir()]
+    assert saved > 0
+    resumed = set(re.findall(r"(worker/\d) goes on after (\d+)", done.stdout))
+    assert resumed == {("worker/0", str(saved)), ("worker/1", str(saved))}
+    assert done.stdout.count("ends at True") == 2
+
+
+def test_worker_that_always_dies_ends_the_run(tmp_path: Path) -> None:  # F15
+    done = launch(tmp_path, "loop", "--ps", "1", "--max-restarts", "2")
+    assert done.returncode == 128 + 9
+    assert "gave up after 2 restart(s)" in done.stderr
+    assert done.stderr.count("worker/1 was killed by SIGKILL") >= 3
+    assert starts(tmp_path)["worker-1"] == 3
+    assert starts(tmp_path)["ps-0"] == 1

@@ -1,0 +1,332 @@
+"""Workers and parameter servers over real sockets of loopback, servers in threads of this process."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from stratagem.cluster import token as tokens
+from stratagem.errors import (
+    AddressInUseError,
+    ClusterJoinError,
+    ClusterSpecError,
+    ClusterTimeoutError,
+    HandshakeError,
+    ParameterError,
+)
+from stratagem.parameters.contract import Variable, Verdict, describe_optimizer
+from stratagem.parameters.network.client import ParameterClient
+from stratagem.parameters.network.compression import Compression
+from stratagem.parameters.network.serving import ParameterServer
+from stratagem.parameters.partitioning import make_plan
+from tests.parameters.network.cluster import PATIENCE_S, Cluster, Trainer, same
+
+NewCluster = Callable[..., Cluster]
+
+
+def by_torch_alone(num_steps: int) -> dict[str, torch.Tensor]:
+    """What a program without servers has after so many steps."""
+    trainer = Trainer(None, 1)  # type: ignore[arg-type]  # it is never asked
+    for seed in range(num_steps):
+        trainer.gradients(seed)
+        trainer.optimizer.step()
+    return trainer.copies()
+
+
+@pytest.mark.parametrize(("num_ps", "cut"), [(1, False), (2, False), (3, True)])
+def test_one_worker_gets_what_torch_alone_computes(new_cluster: NewCluster, num_ps: int, cut: bool) -> None:
+    cluster = new_cluster(num_ps=num_ps)
+    trainer = Trainer(cluster.worker(), num_ps, cut=cut)
+    trainer.define()
+    outcomes = [trainer.step(seed) for seed in range(3)]
+    assert same(trainer.copies(), by_torch_alone(3))
+    assert [[each.version for each in step] for step in outcomes] == [[number] * num_ps for number in (1, 2, 3)]
+
+
+def test_workers_see_each_others_updates_and_staleness_is_counted(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_ps=2)
+    first = cluster.trainer(0)
+    second = cluster.trainer(1)
+    assert same(first.copies(), second.copies())
+    first.step(1)
+    first.step(2)
+    assert {each.staleness for each in second.step(3)} == {2}
+    first.pull()
+    assert same(first.copies(), second.copies())
+
+
+def test_worker_waits_for_the_chief_and_takes_its_values(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    other = Trainer(cluster.worker(1), 1)
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter.zero_()
+    waiting = threading.Thread(target=other.define, kwargs={"has_values": False})
+    waiting.start()
+    chief = cluster.trainer(0)
+    waiting.join(PATIENCE_S)
+    assert same(other.copies(), chief.copies())
+    assert other.copies()["0.weight"].count_nonzero()
+
+
+def test_worker_gives_up_when_the_chief_never_comes(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    trainer = Trainer(cluster.worker(1), 1)
+    trainer.client.join_timeout_s = 0.2
+    with pytest.raises(ClusterTimeoutError, match=r"chief has not defined the variables of ps/0 within 0\.2 s"):
+        trainer.define(has_values=False)
+
+
+def test_other_model_is_refused_and_the_difference_named(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    cluster.trainer(0)
+    other = Trainer(cluster.worker(1), 1)
+    variables = [Variable("0.weight", (9, 6), torch.float32), *other.plan.variables[1:]]
+    with pytest.raises(ParameterError, match=r"variable 0 is '0.weight' \(5, 6\).* and '0.weight' \(9, 6\)"):
+        other.client.define(make_plan(variables, 1), [other.spec])
+
+
+def test_options_of_the_optimizer_follow_a_scheduler(new_cluster: NewCluster) -> None:
+    trainer = new_cluster().trainer(0)
+    before = trainer.copies()
+    trainer.step(1, options=[{"lr": 0.0}])
+    assert same(trainer.copies(), before)
+
+
+def test_rows_of_an_embedding_travel_alone(new_cluster: NewCluster) -> None:
+    client = new_cluster(num_ps=2).worker()
+    table = torch.nn.Parameter(torch.zeros(10, 3))
+    optimizer = torch.optim.SGD([table], lr=1.0)
+    plan = make_plan([Variable("table", (10, 3), torch.float32, sparse=True)], 2)
+    client.define(plan, [describe_optimizer(optimizer, {id(table): "table"})], {"table": table.detach()})
+    gradient = torch.sparse_coo_tensor([[7, 2, 7]], torch.ones(3, 3), (10, 3), check_invariants=True)
+    client.wait(client.push({"table": gradient}))
+    client.wait(client.pull({"table": table}, {"table": torch.tensor([7, 7, 2])}))
+    assert table[:, 0].tolist() == [0, 0, -1, 0, 0, 0, 0, -2, 0, 0]
+
+
+def test_stale_push_is_left_out_when_that_is_the_rule(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    first, second = Trainer(cluster.worker(0), 1), Trainer(cluster.worker(1), 1)
+    first.define(max_staleness=1)
+    second.define(has_values=False, max_staleness=1)
+    for seed in range(2):
+        first.step(seed)
+    before = first.copies()
+    assert [each.verdict for each in second.step(5)] == [Verdict.STALE]
+    first.pull()
+    assert same(first.copies(), before)
+    assert [each.verdict for each in second.step(6)] == [Verdict.APPLIED]
+
+
+def test_push_that_is_not_finite_changes_nothing(new_cluster: NewCluster) -> None:  # A7
+    cluster = new_cluster()
+    trainer = cluster.trainer(0)
+    before = trainer.copies()
+    gradients = {**trainer.gradients(), "0.weight": torch.full((5, 6), float("nan"))}
+    (outcome,) = trainer.client.wait(trainer.client.push(gradients))
+    assert outcome.verdict is Verdict.REFUSED
+    assert "'0.weight' is not finite" in outcome.reason
+    assert same(cluster.trainer(1).copies(), before)
+    assert [each.version for each in trainer.step(1)] == [1]
+
+
+@pytest.mark.parametrize("bad", [torch.ones(5, 5), torch.ones(5, 6).double()])
+def test_gradient_that_is_not_like_its_variable_is_refused_before_it_is_sent(
+    new_cluster: NewCluster, bad: torch.Tensor
+) -> None:
+    trainer = new_cluster().trainer(0)
+    with pytest.raises(ParameterError, match=r"value for '0.weight' is torch.float32 \(5, 6\), got"):
+        trainer.client.push({"0.weight": bad})
+    with pytest.raises(ParameterError, match="no variable 'nothing'"):
+        trainer.client.push({"nothing": bad})
+    assert [each.version for each in trainer.step(1)] == [1]
+
+
+def test_state_taken_while_others_push_fits_another_number_of_servers(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_ps=2)
+    trainers = [cluster.trainer(0), cluster.trainer(1)]
+    stop = threading.Event()
+
+    def push_until_told() -> None:
+        seed = 0
+        while not stop.is_set():
+            trainers[1].step(seed)
+            seed += 1
+
+    pushing = threading.Thread(target=push_until_told)
+    pushing.start()
+    try:
+        versions = []
+        for _ in range(10):
+            versions.append(trainers[0].client.state().version)
+    finally:
+        stop.set()
+        pushing.join(PATIENCE_S)
+    assert versions == sorted(versions)
+    state = trainers[0].client.state()
+    elsewhere = new_cluster(num_ps=3)
+    resumed = Trainer(elsewhere.worker(0), 3, cut=True)
+    resumed.define(state=state)
+    for name, value in resumed.copies().items():
+        assert torch.equal(value, state.values[name])
+    trainers[0].pull()
+    trainers[0].step(9)
+    resumed.step(9)
+    for name, value in resumed.copies().items():  # momentum came along
+        torch.testing.assert_close(value, trainers[0].copies()[name])
+
+
+def test_all_shards_of_a_state_have_seen_the_same_pushes(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_ps=2)
+    saver, pusher = cluster.worker(0), cluster.worker(1)
+    variables = [Variable("a", (1,), torch.float32), Variable("b", (1,), torch.float32)]
+    plan = make_plan(variables, 2)
+    assert [len(pieces) for pieces in plan.shards] == [1, 1]
+    parameters = {name: torch.nn.Parameter(torch.zeros(1)) for name in ("a", "b")}
+    optimizer = torch.optim.SGD(parameters.values(), lr=1.0)
+    spec = describe_optimizer(optimizer, {id(each): name for name, each in parameters.items()})
+    saver.define(plan, [spec], {name: each.detach() for name, each in parameters.items()})
+    pusher.define(plan, [spec])
+    stop = threading.Event()
+
+    def push_until_told() -> None:
+        into = {name: torch.zeros(1) for name in ("a", "b")}
+        while not stop.is_set():
+            pusher.wait(pusher.push({"a": -torch.ones(1), "b": -torch.ones(1)}, into=into))
+
+    pushing = threading.Thread(target=push_until_told)
+    pushing.start()
+    try:
+        states = [saver.state() for _ in range(20)]
+    finally:
+        stop.set()
+        pushing.join(PATIENCE_S)
+    assert all(torch.equal(each.values["a"], each.values["b"]) for each in states)
+    assert states[-1].values["a"].item() > states[0].values["a"].item()
+
+
+def test_compressed_gradients_train_too(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    trainer = cluster.trainer(0, compression=Compression("bf16"))
+    for seed in range(3):
+        trainer.step(seed)
+    exact = by_torch_alone(3)
+    for name, value in trainer.copies().items():
+        torch.testing.assert_close(value, exact[name], rtol=0.02, atol=0.002)
+    assert not same(trainer.copies(), exact)
+
+
+def test_servers_end_when_the_chief_is_done_and_all_have_left(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_ps=2)
+    chief, other = cluster.trainer(0), cluster.trainer(1)
+    chief.client.close(is_done=True)
+    other.step(1)
+    other.client.close(is_done=True)
+    assert cluster.ended()
+
+
+def test_worker_may_leave_and_come_back(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    chief = cluster.trainer(0)
+    first_life = cluster.trainer(1)
+    first_life.step(1)
+    first_life.client.close()
+    second_life = cluster.trainer(1)
+    assert [each.version for each in second_life.step(2)] == [2]
+    chief.pull()
+    assert same(chief.copies(), second_life.copies())
+
+
+def test_worker_that_the_first_cluster_did_not_have_may_join(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_workers=1)
+    chief = cluster.trainer(0)
+    cluster.spec["worker"].append("127.0.0.1:1")
+    joined = cluster.trainer(1)
+    joined.step(1)
+    chief.pull()
+    assert same(chief.copies(), joined.copies())
+
+
+def test_two_tasks_of_one_name_are_refused(new_cluster: NewCluster) -> None:  # A8
+    cluster = new_cluster()
+    trainer = cluster.trainer(0)
+    with pytest.raises(ClusterJoinError, match=r"worker/0 is here already \(pid \d+ on"):
+        ParameterClient(cluster.spec, "worker", 0, join_timeout_s=0.3).connect()
+    assert [each.version for each in trainer.step(1)] == [1]
+
+
+def test_cluster_with_other_servers_is_refused(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    spec = {**cluster.spec, "ps": [*cluster.spec["ps"], *new_cluster().spec["ps"]]}
+    with pytest.raises(ClusterJoinError, match="disagree on the cluster"):
+        ParameterClient(spec, "worker", 0, join_timeout_s=5).connect()
+
+
+def test_taken_port_names_its_holder(token_file: Path) -> None:  # F12
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        server = ParameterServer({"worker": ["127.0.0.1:1"], "ps": [address]}, 0)
+        with pytest.raises(AddressInUseError, match=rf"{address} is taken \(pid \d+ \S+\)"):
+            server.start()
+        server.close()
+
+
+@pytest.mark.parametrize("greeting", [b"HTTP/1.1 400 Bad Request\r\n\r\n" * 3, b""])
+def test_stranger_at_the_address_of_a_server_is_named(
+    token_file: Path, greeting: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:  # F12
+    monkeypatch.setattr("stratagem.parameters.network.connection._HANDSHAKE_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        address = f"127.0.0.1:{stranger.getsockname()[1]}"
+
+        def answer() -> None:
+            for _ in range(2):
+                connection, _ = stranger.accept()
+                with connection:
+                    connection.settimeout(PATIENCE_S)
+                    connection.sendall(greeting)
+                    while connection.recv(4096):
+                        pass
+
+        answering = threading.Thread(target=lambda: _quietly(answer))
+        answering.start()
+        client = ParameterClient({"worker": ["127.0.0.1:1"], "ps": [address]}, "worker", 0, join_timeout_s=5)
+        with pytest.raises(HandshakeError, match=f"{address} is not a stratagem parameter server"):
+            client.connect()
+        answering.join(PATIENCE_S)
+
+
+def test_nobody_at_the_address_of_a_server_is_said_in_time(token_file: Path) -> None:
+    client = ParameterClient({"worker": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"]}, "worker", 0, join_timeout_s=0.3)
+    with pytest.raises(ClusterJoinError, match=r"ps/0 \(127.0.0.1:2\) has not come .*Connection refused"):
+        client.connect()
+
+
+def test_other_token_is_refused_on_both_sides(new_cluster: NewCluster, tmp_path: Path) -> None:  # A2
+    cluster = new_cluster()
+    tokens.create(tmp_path / "other")
+    client = ParameterClient(cluster.spec, "worker", 0, token_file=tmp_path / "other")
+    with pytest.raises(HandshakeError, match="another token") as caught:
+        client.connect()
+    assert (tmp_path / "other").read_text().strip() not in str(caught.value)
+    deadline = time.monotonic() + PATIENCE_S
+    while not cluster.servers[0].num_refused and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert cluster.servers[0].num_refused == 1
+    assert cluster.trainer(0).step(1)
+
+
+def test_cluster_without_servers_is_refused(token_file: Path) -> None:
+    with pytest.raises(ClusterSpecError, match="no job 'ps'"):
+        ParameterClient({"worker": ["127.0.0.1:1"]}, "worker", 0)
+
+
+def _quietly(function: Callable[[], None]) -> None:
+    with contextlib.suppress(OSError):
+        function()

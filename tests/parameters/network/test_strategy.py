@@ -1,0 +1,208 @@
+"""The strategy in a worker and an evaluator; servers in threads of this process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem import _env
+from stratagem.cluster import TFConfigResolver
+from stratagem.errors import StratagemWarning, StrategyError
+from stratagem.parameters.consistency import Async, BoundedStaleness, Synchronous
+from stratagem.strategies.parameter_cluster import ClusterOptions, ClusterTask
+from tests.parameters.network.cluster import Cluster
+
+NewCluster = Callable[..., Cluster]
+BATCHES = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+
+
+def task(cluster: Cluster, job: str = "worker", index: int = 0, **options: Any) -> ClusterTask:
+    described = {"cluster": cluster.spec, "task": {"type": job, "index": index}}
+    return ClusterTask(TFConfigResolver(json.dumps(described)), ClusterOptions.of(join_timeout_s=20, **options))
+
+
+def build(strategy: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(3)
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+        optimizer = torch.optim.Adam(model.parameters(), **{"lr": 0.05, **options})
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
+    return model, optimizer, scheduler
+
+
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> Callable[..., torch.Tensor]:
+    def step(inputs: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        return loss
+
+    return step
+
+
+def trained(strategy: Any, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    model, optimizer, scheduler = build(strategy)
+    step = training_step(model, optimizer, scheduler)
+    for batch in batches:
+        strategy.run(step, args=(batch,))
+    return [each.detach().clone() for each in model.parameters()]
+
+
+def test_one_worker_equals_one_device_with_schedulers_and_clipping(new_cluster: NewCluster) -> None:
+    with task(new_cluster(num_ps=2, num_workers=1)) as strategy:
+        values = trained(strategy, BATCHES)
+        assert strategy.version == len(BATCHES)
+        assert strategy.staleness() == {0: {0: len(BATCHES)}}
+    with sg.OneDeviceStrategy() as reference:
+        expected = trained(reference, BATCHES)
+    for value, own in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, own)
+
+
+def test_state_goes_on_where_it_was_also_with_other_servers(new_cluster: NewCluster) -> None:
+    with task(new_cluster(num_workers=1)) as strategy:
+        model, optimizer, scheduler = build(strategy)
+        step = training_step(model, optimizer, scheduler)
+        for batch in BATCHES[:2]:
+            strategy.run(step, args=(batch,))
+        state = json.loads(json.dumps(strategy.state_dict(), default=lambda each: ["tensor", each.tolist()]))
+        assert set(state) == {"version", "values", "optimizers"}
+        state = strategy.state_dict()
+        for batch in BATCHES[2:]:
+            strategy.run(step, args=(batch,))
+        expected = [each.detach().clone() for each in model.parameters()]
+    with task(new_cluster(num_ps=2, num_workers=1), partitioner=sg.FixedShardsPartitioner(2)) as strategy:
+        model, optimizer, scheduler = build(strategy, lr=0.05)
+        for _ in range(2):
+            scheduler._step_count += 1
+            scheduler.last_epoch += 1
+        optimizer.param_groups[0]["lr"] = 0.005
+        strategy.load_state_dict(state)
+        step = training_step(model, optimizer, scheduler)
+        for batch in BATCHES[2:]:
+            strategy.run(step, args=(batch,))
+        assert strategy.version == len(BATCHES)
+        for value, own in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(value.detach(), own)
+        with pytest.raises(StrategyError, match="before the first run"):
+            strategy.load_state_dict(state)
+
+
+def test_evaluator_takes_values_of_a_state_and_needs_no_server(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_workers=1)
+    with task(cluster) as strategy:
+        values = trained(strategy, BATCHES)
+        state = strategy.state_dict()
+        with task(cluster, "evaluator") as evaluator:
+            model, optimizer, scheduler = build(evaluator)
+            evaluator.load_state_dict(state)
+            assert all(torch.equal(one, other) for one, other in zip(model.parameters(), values, strict=True))
+            assert evaluator.input_pipeline == (1, 0)
+            assert not evaluator.is_chief
+            with pytest.raises(StrategyError, match="no parameter servers to ask"):
+                evaluator.state_dict()
+
+
+def test_each_worker_gets_its_part_of_every_batch_in_one_order(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    seen = []
+    for index in range(2):
+        torch.manual_seed(7)
+        with task(cluster, index=index) as strategy:
+            data = strategy.distribute(torch.arange(20), global_batch_size=8, shuffle=True)
+            seen.append([torch.cat(strategy.local_results(batch)).tolist() for batch in data])
+            torch.rand(index)  # tasks draw different numbers in between
+            seen[-1] += [torch.cat(strategy.local_results(batch)).tolist() for batch in data]
+    first, second = seen
+    for epoch in (slice(0, 3), slice(3, 6)):
+        parts = [number for part in [*first[epoch], *second[epoch]] for number in part]
+        assert sorted(parts) == list(range(20))
+    assert first[:3] != first[3:]
+
+
+def test_sparse_embedding_fetches_only_the_rows_of_a_batch(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_ps=2, num_workers=1)
+    with task(cluster, partitioner=sg.FixedShardsPartitioner(2)) as strategy:
+        with strategy.scope():
+            table = nn.Embedding(50, 3, sparse=True)
+            optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+        before = table.weight.detach().clone()
+
+        def step(rows: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            table(rows).sum().backward()
+            optimizer.step()
+
+        strategy.run(step, args=(torch.tensor([3, 40, 3]),))
+        assert torch.equal(table.weight.detach(), before)  # what was pushed has not been fetched
+        strategy.pull()
+        changed = (table.weight.detach() != before).any(1).nonzero().flatten().tolist()
+        assert changed == [3, 40]
+        torch.testing.assert_close(table.weight[3].detach(), before[3] - 2)
+
+
+def test_gradient_that_is_not_finite_reaches_no_server(new_cluster: NewCluster) -> None:
+    with task(new_cluster(num_ps=2, num_workers=1)) as strategy:
+        model, optimizer, scheduler = build(strategy)
+        step = training_step(model, optimizer, scheduler)
+        strategy.run(step, args=(BATCHES[0],))
+        before = [each.detach().clone() for each in model.parameters()]
+        with pytest.warns(StratagemWarning, match="non-finite gradient in replica 0"):
+            strategy.run(step, args=(torch.full((4, 6), float("inf")),))
+        strategy.pull()
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+        assert strategy.version == 1
+
+
+def test_step_outside_of_a_run_and_a_scope_without_optimizer_are_refused(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_workers=1)
+    with task(cluster) as strategy:
+        with strategy.scope():
+            nn.Linear(2, 2)
+        with pytest.raises(StrategyError, match="make both inside"):
+            strategy.run(lambda: None)
+    with task(cluster) as strategy:
+        model, optimizer, scheduler = build(strategy)
+        strategy.run(training_step(model, optimizer, scheduler), args=(BATCHES[0],))
+        with pytest.raises(StrategyError, match=r"outside strategy\.run"):
+            optimizer.step()
+    with pytest.raises(StrategyError, match="was closed at .*test_strategy"):
+        strategy.run(lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"torn_reads": True}, "torn_reads goes with num_workers="),
+        ({"consistency": Synchronous()}, "MultiWorkerMirroredStrategy"),
+        ({"consistency": Async(rate_of=lambda staleness: 1.0)}, "no code is sent"),
+        ({"on_nonfinite": "apply"}, "'skip' or 'raise'"),
+        ({"join_timeout_s": 0}, "join_timeout_s is a number of seconds"),
+    ],
+)
+def test_options_without_meaning_in_a_task_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(StrategyError, match=message):
+        ClusterOptions.of(**options)
+
+
+def test_options_are_translated() -> None:
+    options = ClusterOptions.of(consistency=BoundedStaleness(2), compression="bf16")
+    assert options.max_staleness == 2
+    assert options.compression == sg.Compression("bf16")
+
+
+def test_strategy_without_number_of_workers_needs_a_cluster(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:
+    with pytest.raises(StrategyError, match="needs num_workers="):
+        sg.ParameterServerStrategy()
+    described = {"cluster": {"worker": ["127.0.0.1:1"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv(_env.TF_CONFIG, json.dumps(described))
+    with pytest.raises(StrategyError, match="a task of a cluster with the job ps"):
+        sg.ParameterServerStrategy()

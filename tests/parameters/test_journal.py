@@ -1,0 +1,135 @@
+"""Changes to shared memory are whole or undone, whoever is killed."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from stratagem.parameters.board import Board
+from stratagem.parameters.consistency import Gate
+from stratagem.parameters.journal import Journal, Target
+from stratagem.parameters.locks import Locks
+from stratagem.replicas.memory import PAGE_BYTES, Region
+
+PATIENCE_S = 20.0
+
+
+class Memory:
+    """A vector in shard 0 and a table in shard 1."""
+
+    def __init__(self) -> None:
+        self.board, self.locks = Board.create(), Locks(Region.create(PAGE_BYTES))
+        self.journal = Journal(self.board, self.locks)
+        vector, table = Region.create(4 * 1000), Region.create(4 * 50 * 4)
+        self.vector = Target.create(0, 0, vector, torch.float32, (1000,))
+        self.table = Target.create(1, 1, table, torch.float32, (50, 4))
+        self.journal.targets += [self.vector, self.table]
+        self.rows = torch.tensor([3, 40])
+
+    def change(self, worker: int, between: Callable[[], object] = lambda: None) -> None:
+        """Adds 1 to a part of the vector and to two rows of the table."""
+        plan = [(self.vector, (10, 500)), (self.table, self.rows)]
+        with self.journal.writing([0, 1]), self.journal.change([0, 1], worker, plan):
+            self.vector.live[10:500] += 1
+            between()
+            self.table.live[self.rows] += 1
+
+    def assert_changed(self, times: int) -> None:
+        """Looks as somebody does who holds the locks."""
+        for shard in (0, 1):
+            with self.journal.reading(shard):
+                pass
+        expected = torch.zeros(1000)
+        expected[10:500] = times
+        assert torch.equal(self.vector.live, expected)
+        assert self.table.live.sum() == times * 8
+        assert (self.table.live[self.rows] == times).all()
+
+
+def in_a_fork(function: Callable[[], object]) -> int | None:
+    process = multiprocessing.get_context("fork").Process(target=function)
+    process.start()
+    process.join(PATIENCE_S)
+    code = process.exitcode
+    process.close()
+    return code
+
+
+def kill_oneself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_change_that_is_killed_is_undone_by_whoever_comes_next() -> None:
+    memory = Memory()
+    memory.change(0)
+    assert in_a_fork(lambda: memory.change(1, kill_oneself)) == -signal.SIGKILL
+    assert memory.vector.live[10] == 2  # as it was left
+    memory.assert_changed(1)
+    memory.change(2)
+    memory.assert_changed(2)
+
+
+def test_change_that_was_declared_done_stays() -> None:
+    memory = Memory()
+
+    def die_at_the_end() -> None:
+        committed = memory.board.committed
+
+        class Dying:
+            def __setitem__(self, worker: int, number: int) -> None:
+                committed[worker] = number
+                kill_oneself()
+
+        memory.board.committed = Dying()  # type: ignore[assignment]
+        memory.change(1)
+
+    assert in_a_fork(die_at_the_end) == -signal.SIGKILL
+    assert memory.board.dirty[:2].tolist() == [2, 2]
+    memory.assert_changed(1)
+
+
+def test_change_that_fails_is_undone_at_once() -> None:
+    memory = Memory()
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        memory.change(0, fail)
+    memory.assert_changed(0)
+    memory.change(0)
+    memory.assert_changed(1)
+
+
+def test_lock_of_a_dead_process_is_free() -> None:
+    memory = Memory()
+
+    def hold_and_die() -> None:
+        with memory.locks.held(0):
+            kill_oneself()
+
+    assert in_a_fork(hold_and_die) == -signal.SIGKILL
+    with memory.locks.held(0):
+        pass
+
+
+def test_gate_lets_the_oldest_push_and_the_others_wait() -> None:
+    memory = Memory()
+    gates = [Gate(1, worker, memory.board, memory.locks, 9) for worker in range(3)]
+    gates[0].enter()
+    gates[1].enter()
+    assert memory.board.in_flight[:3].tolist() == [1, 1, 0]
+    assert not gates[2]._others()[2:]  # two are in a step: a third may not begin
+    assert len(gates[2]._others()) > 1
+
+    def push(worker: int) -> None:
+        memory.board.version += 1
+        memory.board.in_flight[worker] = memory.board.version + 1
+
+    gates[0].push(lambda: push(0))
+    assert not gates[0]._may_push()  # worker 1 would then have missed two
+    gates[1].push(lambda: push(1))
+    assert gates[0]._may_push()

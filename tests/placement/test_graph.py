@@ -1,0 +1,231 @@
+"""Operations of torch are recorded with their shapes, names and devices, and nothing is computed."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import stratagem as sg
+from stratagem.errors import GraphError, GraphTypeError
+from stratagem.placement.graph_nodes import Kind
+
+
+@pytest.fixture(autouse=True)
+def fresh_default_graph() -> Iterator[None]:
+    sg.reset_default_graph()
+    yield
+    sg.reset_default_graph()
+
+
+def names(graph: sg.Graph) -> list[str]:
+    return [node.name for node in graph.nodes]
+
+
+def devices(graph: sg.Graph) -> dict[str, str]:
+    return {node.name: str(node.spec) for node in graph.nodes}
+
+
+def test_graph_names_and_places_what_it_records() -> None:
+    with sg.Graph() as graph:
+        products = []
+        for device in ("/gpu:2", "/device:GPU:3"):
+            with sg.device(device):
+                a = sg.constant([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], shape=[2, 3])
+                b = sg.constant([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], shape=[3, 2])
+                products.append(torch.matmul(a, b))
+        with sg.device("/cpu:0"):
+            total = sg.add_n(products)
+    assert names(graph) == ["Const", "Const_1", "MatMul", "Const_2", "Const_3", "MatMul_1", "AddN"]
+    assert devices(graph)["MatMul_1"] == "/device:GPU:3"
+    assert devices(graph)["AddN"] == "/device:CPU:0"
+    assert (tuple(total.shape), total.dtype) == ((2, 2), torch.float32)
+
+
+def test_names_are_those_that_were_given() -> None:
+    with sg.Graph() as graph:
+        a = sg.constant(1.0, name="a")
+        x = sg.placeholder(torch.int64, [2], name="x")
+        w = sg.get_variable("w", [3])
+        total = sg.add_n([a, a], name="total")
+    assert names(graph) == ["a", "x", "w", "total"]
+    assert [each.op_name for each in (a, x, w, total)] == names(graph)
+    assert graph.get_tensor_by_name("total:0").op_name == "total"
+
+
+def test_python_operators_modules_and_functions_have_the_shapes_that_torch_gives() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 5))
+    value = torch.randn(2, 3, 8, 8)
+    with sg.Graph():
+        x = sg.placeholder(torch.float32, [2, 3, 8, 8])
+        made = [
+            model(x),
+            1 - x / 2 + x**2,
+            x[0, :, ::2],
+            x.mean((1, 2)),
+            torch.softmax(x, 1).argmax(-1),
+            torch.cat([x, x]),
+        ]
+        attended = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    expected = [
+        model(value),
+        1 - value / 2 + value**2,
+        value[0, :, ::2],
+        value.mean((1, 2)),
+        torch.softmax(value, 1).argmax(-1),
+        torch.cat([value, value]),
+    ]
+    assert [(each.shape, each.dtype) for each in made] == [(each.shape, each.dtype) for each in expected]
+    assert attended.shape == value.shape
+
+
+def test_parameters_become_variables_and_other_tensors_constants() -> None:
+    layer = torch.nn.Linear(3, 2)
+    with sg.Graph() as graph:
+        x = sg.placeholder(torch.float32, [4, 3])
+        inside = torch.nn.Linear(2, 2)  # filling its weights is no part of the graph
+        y = inside(layer(x)) + torch.ones(2)
+    kinds = [node.kind for node in graph.nodes]
+    assert kinds.count(Kind.VARIABLE) == 4
+    assert kinds.count(Kind.CONSTANT) == 1
+    assert {id(node.tensor) for node in graph.variables} == {
+        id(each) for module in (layer, inside) for each in module.parameters()
+    }
+    assert y.requires_grad
+
+
+def test_what_concerns_no_tensor_of_the_graph_is_computed_at_once() -> None:
+    with sg.Graph() as graph:
+        value = torch.arange(4.0).sum()
+        assert value.item() == 6
+    assert names(graph) == []
+
+
+def test_gradients_run_where_their_operations_run() -> None:
+    with sg.Graph() as graph:
+        with sg.device("/gpu:0"):
+            w = sg.get_variable("w", [3, 3])
+            hidden = torch.tanh(w @ w)
+        with sg.device("/gpu:1"):
+            loss = (hidden * 2).sum()
+        before = len(graph.nodes)
+        with sg.device("/cpu:0"):
+            (gradient,) = torch.autograd.grad(loss, [w])
+    assert gradient.shape == (3, 3)
+    found = {node.type: str(node.spec) for node in graph.nodes[before:]}
+    assert found["TanhBackward"] == found["MatMul"] == "/device:GPU:0"
+    assert found["Mul"] == "/device:GPU:1"
+
+
+def test_device_function_sees_the_operations_of_a_graph() -> None:
+    def choose(operation: sg.placement.Operation) -> str | None:  # type: ignore[name-defined]
+        return "/gpu:1" if operation.type == "MatMul" else None
+
+    with sg.Graph() as graph, sg.device("/cpu:0"), sg.device(choose):
+        a = sg.constant([[1.0]])
+        a @ a
+    assert devices(graph) == {"Const": "/device:CPU:0", "MatMul": "/device:GPU:1"}
+
+
+def test_default_graph_takes_what_is_recorded_outside_of_any_block() -> None:
+    with sg.device("/gpu:7"):  # which does not exist, and need not until it is run
+        a = sg.constant([1.0, 2.0])
+        b = a * 2
+    assert names(sg.get_default_graph()) == ["Const", "Mul"]
+    assert devices(sg.get_default_graph())["Mul"] == "/device:GPU:7"
+    assert b.shape == (2,)
+
+
+def test_in_place_change_is_seen_by_parts_that_were_taken_before() -> None:
+    with sg.Graph() as graph:
+        x = sg.placeholder(torch.float32, [2, 2])
+        y = x * 1
+        row = y[0]
+        y.add_(10)
+        result = row + 0
+    with sg.Session(graph) as session:
+        assert session.run(result, {x: [[1.0, 2.0], [3.0, 4.0]]}).tolist() == [11.0, 12.0]
+
+
+def test_shapes_that_do_not_fit_are_refused_where_they_are_written() -> None:
+    with sg.Graph() as graph:
+        a = sg.placeholder(torch.float32, [2, 3])
+        with pytest.raises(GraphError, match=r"MatMul cannot be recorded for \(2, 3\) float32, \(2, 3\) float32"):
+            a @ a
+        with pytest.raises(
+            GraphError, match=r"add_n takes tensors of one shape and type, got \(2, 3\) float32 and \(3, 2\)"
+        ):
+            sg.add_n([a, a.T])
+    assert "MatMul" not in names(graph)
+
+
+@pytest.mark.parametrize(
+    "needs_a_value",
+    [bool, float, lambda x: x.item(), lambda x: x.numpy(), lambda x: x.tolist(), lambda x: torch.equal(x, x)],
+)
+def test_code_that_needs_a_value_is_told_to_run_a_session(needs_a_value: object) -> None:
+    with sg.Graph():
+        x = sg.placeholder(torch.float32, [])
+        with pytest.raises(
+            GraphError, match="needs the value of 'Placeholder', which is computed when the graph is run"
+        ):
+            needs_a_value(x)  # type: ignore[operator]
+
+
+def test_shape_that_depends_on_values_is_refused() -> None:
+    with sg.Graph():
+        x = sg.placeholder(torch.float32, [3])
+        with pytest.raises(GraphError, match="its shape depends on values"):
+            x[x > 0]
+
+
+def test_change_of_a_part_is_refused_by_name() -> None:
+    with sg.Graph():
+        x = sg.placeholder(torch.float32, [3, 3])
+        y = x + 1
+        with pytest.raises(GraphError, match="in place, which is part of 'Add:0'"):
+            y[0] = 2.0
+
+
+def test_two_graphs_do_not_mix() -> None:
+    with sg.Graph():
+        a = sg.constant(1.0)
+    with sg.Graph():
+        b = sg.constant(2.0)
+    with pytest.raises(GraphError, match="two graphs"):
+        a + b
+    with sg.Graph(), pytest.raises(GraphError, match="'Const' belongs to another graph than the one that is open"):
+        a + 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: sg.placeholder("float32", [2]), "a placeholder has a type of torch"),  # type: ignore[arg-type]
+        (lambda: sg.placeholder(torch.float32, [None, 3]), "a shape is a list of whole numbers from 0 up"),  # type: ignore[list-item]
+        (lambda: sg.constant(object()), "numbers, lists of them, arrays and tensors can be in a graph"),
+        (
+            lambda: sg.constant([1.0, 2.0, 3.0], shape=[2, 2]),
+            r"a constant of shape \(2, 2\) cannot hold \(3,\) float32",
+        ),
+        (lambda: sg.get_variable("v"), "variable 'v' needs a shape, or a value"),
+        (lambda: sg.get_variable("v", [2], initializer="ones"), "is a function that fills a tensor"),  # type: ignore[arg-type]
+        (lambda: sg.get_variable("v:0", [2]), "a name is a text without colons"),
+        (lambda: sg.assign(sg.constant(1.0), 2.0), "only a variable can be assigned"),
+        (lambda: sg.assign(sg.get_variable("v", [2]), [1.0, 2.0, 3.0]), r"it cannot become \(3,\) float32"),  # type: ignore[arg-type]
+        (lambda: sg.add_n([]), "a list of one tensor or more"),
+        (lambda: [sg.get_variable("v", [2]) for _ in range(2)], "has a variable 'v' already"),
+        (lambda: sg.trace(3), "a function is traced, got 3"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_arguments_are_refused(wrong: object, message: str) -> None:
+    with sg.Graph(), pytest.raises((GraphError, GraphTypeError), match=message):
+        wrong()  # type: ignore[operator]
+
+
+def test_block_left_by_an_error_records_no_longer() -> None:
+    graph = sg.Graph()
+    with pytest.raises(ZeroDivisionError), graph:
+        raise ZeroDivisionError
+    sg.constant(1.0)
+    assert names(graph) == []
+    assert names(sg.get_default_graph()) == ["Const"]

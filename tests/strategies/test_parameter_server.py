@@ -1,0 +1,488 @@
+"""Workers that push by themselves: what a step means there, and what the main program sees of it."""
+
+import copy
+import gc
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.errors import NonFiniteGradientError, StratagemWarning, StrategyError
+from tests.training.estimators import Record, one_pass
+from tests.training.estimators import batches as estimator_batches
+from tests.training.estimators import make as make_estimator
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def strategy(four_cpus: None) -> Iterator[sg.ParameterServerStrategy]:
+    with sg.ParameterServerStrategy(num_workers=2, num_ps=2) as made:
+        made.run(int)  # its workers are there before the first test
+        yield made
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def batches(number: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(number)
+    ]
+
+
+class Halving(torch.optim.Optimizer):
+    """Not one of torch's: its state holds a plain number and a tensor that is replaced each time."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["number"] = state.get("number", 0) + 1
+                    state["mean"] = 0.5 * state.get("mean", torch.zeros_like(parameter)) + 0.5 * parameter.grad
+                    parameter.sub_(state["mean"], alpha=group["lr"] / state["number"])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05),
+    "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.01),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+    "own": lambda parameters: Halving(parameters, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_steps_one_after_the_other_equal_one_device(strategy: sg.ParameterServerStrategy, name: str) -> None:
+    expected = make_net()
+    own = OPTIMIZERS[name](expected.parameters())
+    step = plain_step(expected, own)
+    losses = [step(*batch).item() for batch in batches()]
+    with strategy.scope():
+        model = make_net()
+        optimizer = OPTIMIZERS[name](model.parameters())
+    distributed = plain_step(model, optimizer)
+    # Read at once, so that each step, in whichever worker, has the updates of all before.
+    found = [strategy.reduce("mean", strategy.run(distributed, args=batch)).item() for batch in batches()]
+    assert found == pytest.approx(losses, abs=1e-6)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected.state_dict()[key], atol=1e-6, rtol=1e-6)
+    states, theirs = optimizer.state_dict()["state"], own.state_dict()["state"]
+    for number in states:
+        torch.testing.assert_close(states[number], theirs[number], atol=1e-6, rtol=1e-6)
+
+
+def test_run_returns_before_the_step_is_done(strategy: sg.ParameterServerStrategy, tmp_path: Path) -> None:
+    def step(path: str) -> int:
+        while not Path(path).exists():
+            time.sleep(0.01)
+        return 7
+
+    result = strategy.run(step, args=(str(tmp_path / "go"),))
+    assert not result.is_done
+    (tmp_path / "go").touch()
+    assert strategy.local_results(result) == (7,)
+
+
+def test_number_of_steps_under_way_is_bounded(strategy: sg.ParameterServerStrategy, tmp_path: Path) -> None:
+    def step(folder: str, number: int) -> int:
+        (Path(folder) / f"begun-{number}").touch()
+        time.sleep(0.02)
+        return number
+
+    results = [strategy.run(step, args=(str(tmp_path), number)) for number in range(10)]
+    # All but the last four have been given to one of two workers that take two at a time, and are done.
+    assert all(each.is_done for each in results[:6])
+    assert [strategy.local_results(each)[0] for each in results] == list(range(10))
+
+
+def test_results_keep_their_structure(strategy: sg.ParameterServerStrategy) -> None:
+    result = strategy.run(lambda: {"loss": torch.tensor(2.0), "parts": (1, torch.ones(50_000))})
+    assert strategy.reduce("sum", result["loss"]).item() == 2.0
+    assert strategy.local_results(result)[0]["parts"][1].sum() == 50_000
+
+
+def test_whole_batch_goes_to_one_worker(strategy: sg.ParameterServerStrategy) -> None:
+    assert strategy.num_replicas_in_sync == 1
+    data = torch.arange(10.0)
+    sizes = [strategy.run(len, args=(batch,)) for batch in strategy.distribute(data, global_batch_size=4)]
+    assert [strategy.local_results(each)[0] for each in sizes] == [4, 4, 2]
+    total = strategy.run(lambda x: x.sum(), args=(next(iter(strategy.distribute(data, global_batch_size=10))),))
+    assert strategy.reduce("mean", total).item() == 45.0
+
+
+def run_for_a_while(strategy: sg.ParameterServerStrategy) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        strategy.run(int)
+
+
+def test_error_of_a_step_is_raised_once(strategy: sg.ParameterServerStrategy) -> None:
+    def fail() -> None:
+        raise ValueError("bad row 812")
+
+    result = strategy.run(fail)
+    with pytest.raises(ValueError, match="bad row 812") as caught:
+        strategy.local_results(result)
+    assert "in fail" in "".join(caught.value.__notes__)
+    assert strategy.local_results(strategy.run(int)) == (0,)
+    strategy.run(fail)
+    with pytest.raises(ValueError, match="bad row 812"):
+        run_for_a_while(strategy)
+    assert strategy.local_results(strategy.run(int)) == (0,)
+
+
+def test_changes_between_steps_reach_all_workers(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Dropout(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    def look() -> tuple[float, bool, float]:
+        time.sleep(0.05)  # so that both workers get one
+        return model[0].weight.sum().item(), model[1].training, optimizer.param_groups[0]["lr"]
+
+    def look_twice() -> set[Any]:
+        results = [strategy.run(look) for _ in range(4)]
+        return {strategy.local_results(each)[0] for each in results}
+
+    with torch.no_grad():
+        model[0].weight.fill_(3.0)
+    assert look_twice() == {(6.0, True, 1.0)}
+    model.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no optimizer has stepped
+        scheduler.step()
+    model.load_state_dict({"0.weight": torch.ones(1, 2)})
+    assert look_twice() == {(2.0, False, 0.5)}
+
+
+def test_state_of_model_and_optimizer_can_be_saved_and_loaded(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = make_net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    step = plain_step(model, optimizer)
+    for batch in batches(3):
+        strategy.run(step, args=batch)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))  # waits for the three
+    assert saved[1]["state"][0]["step"].item() == 3
+    one = [strategy.reduce("mean", strategy.run(step, args=batch)).item() for batch in batches(2)]
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    again = [strategy.reduce("mean", strategy.run(step, args=batch)).item() for batch in batches(2)]
+    assert one == again
+
+
+def test_main_program_sees_all_steps_before_it_uses_the_model(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step() -> None:
+        time.sleep(0.02)
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        optimizer.step()
+
+    with torch.no_grad():
+        model.weight.fill_(0.0)
+    for _ in range(5):
+        strategy.run(step)
+    assert model(torch.ones(1, 1)).item() == -5.0
+
+
+def test_buffers_and_what_a_step_writes_itself_come_together(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model[1].bias.clamp_(-0.01, 0.01)
+
+    for _ in range(6):
+        strategy.run(step, args=(torch.randn(8, 2) + 5,))
+    assert model.state_dict()["0.num_batches_tracked"].item() == 6
+    assert (model[0].running_mean > 1.5).all()
+    assert model[1].bias.abs().item() <= 0.011
+
+
+def test_gradient_that_is_not_finite_is_not_pushed(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    before = model.weight.clone()
+    strategy.local_results(strategy.run(step, args=(torch.full((1, 2), torch.nan),)))
+    with pytest.warns(StratagemWarning, match="non-finite gradient in .*'weight'"):
+        strategy.run(int)
+    assert torch.equal(model.state_dict()["weight"], before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(9):
+            strategy.local_results(strategy.run(step, args=(torch.full((1, 2), torch.inf),)))
+        with pytest.raises(NonFiniteGradientError, match="in a row"):
+            strategy.run(int)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own, of its Adagrad
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad])
+def test_sparse_gradients_change_only_their_rows(strategy: sg.ParameterServerStrategy, kind: Any) -> None:
+    torch.manual_seed(0)
+    first = torch.randn(100, 4)
+    plain = nn.Embedding(100, 4, sparse=True, _weight=first.clone())
+    own = kind(plain.parameters(), lr=0.1)
+    with strategy.scope():
+        table = nn.Embedding(100, 4, sparse=True, _weight=first.clone())
+        optimizer = kind(table.parameters(), lr=0.1)
+
+    def step(table: nn.Embedding, optimizer: Any, rows: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = table(rows).square().sum()
+        loss.backward()
+        assert table.weight.grad.is_sparse
+        optimizer.step()
+        return loss.item()
+
+    for rows in (torch.tensor([3, 5, 3]), torch.tensor([5, 99]), torch.tensor([0])):
+        expected = step(plain, own, rows)
+        assert strategy.local_results(strategy.run(step, args=(table, optimizer, rows)))[0] == pytest.approx(expected)
+    assert torch.allclose(table.state_dict()["weight"], plain.weight, atol=1e-6)
+    touched = (table.weight != first).any(dim=1).nonzero().flatten().tolist()
+    assert touched == [0, 3, 5, 99]
+
+
+def test_groups_can_be_added_between_steps(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=1.0, momentum=0.5)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (model[0].weight + model[1].weight).sum().backward()
+        optimizer.step()
+
+    with torch.no_grad():
+        for each in model.parameters():
+            each.fill_(0.0)
+    strategy.run(step)
+    strategy.local_results(strategy.run(step))
+    optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 10.0})
+    strategy.local_results(strategy.run(step))
+    assert [each.item() for each in model.state_dict().values()] == [-(1 + 1.5 + 1.75), -10.0]
+
+
+def test_staleness_is_counted_for_each_worker(strategy: sg.ParameterServerStrategy) -> None:
+    def total() -> int:
+        return sum(sum(counts.values()) for counts in strategy.staleness().values())
+
+    with strategy.scope():
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, step = total(), plain_step(model, optimizer)
+    for batch in batches(8):
+        strategy.run(step, args=batch)
+    model.state_dict()
+    assert total() - before == 8
+
+
+# Strategies of their own
+
+
+def test_staleness_never_exceeds_its_bound(four_cpus: None) -> None:
+    with sg.ParameterServerStrategy(3, consistency=sg.BoundedStaleness(1), verbose=True) as strategy:
+        with strategy.scope():
+            model = make_net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = plain_step(model, optimizer)
+        for batch in batches(30):
+            strategy.run(step, args=batch)
+        model.state_dict()
+        found = strategy.staleness()
+    assert sum(sum(counts.values()) for counts in found.values()) == 30
+    assert max(max(counts) for counts in found.values()) <= 1
+
+
+def test_rate_can_follow_staleness_and_reads_may_be_torn(four_cpus: None, capsys: pytest.CaptureFixture[str]) -> None:
+    consistency = sg.Async(rate_of=lambda staleness: 0.0)
+    with sg.ParameterServerStrategy(1, consistency=consistency, torn_reads=True, verbose=True) as strategy:
+        with strategy.scope():
+            model = make_net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = copy.deepcopy(model.state_dict())
+        strategy.local_results(strategy.run(plain_step(model, optimizer), args=batches(1)[0]))
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert "worker 0: 1 pushes, mean 0.00 (0: 1)" in capsys.readouterr().out
+
+
+def test_straggler_is_dropped_with_backup_workers(four_cpus: None, tmp_path: Path) -> None:
+    with sg.ParameterServerStrategy(3, consistency=sg.Synchronous(backup_workers=1)) as strategy:
+        assert strategy.num_replicas_in_sync == 3
+        with strategy.scope():
+            model = nn.Linear(1, 1, bias=False)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with torch.no_grad():
+            model.weight.fill_(0.0)
+
+        def step(x: torch.Tensor, folder: str) -> float:
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            while x.max() > 100 and not (Path(folder) / "go").exists():
+                time.sleep(0.01)
+            optimizer.step()
+            return x.max().item()
+
+        data = torch.tensor([[1.0], [2.0], [3.0], [4.0], [500.0], [500.0]])
+        (batch,) = strategy.distribute(data, global_batch_size=6)
+        values = strategy.local_results(strategy.run(step, args=(batch, str(tmp_path))))
+        assert sorted(values) == [2.0, 4.0]
+        assert model.weight.item() == -2.5  # the mean over four examples
+        (tmp_path / "go").touch()
+        assert model.state_dict()["weight"].item() == -2.5  # waits for the third, which was too late
+        assert strategy.workers.board.num_dropped.sum() == 1
+        (batch,) = strategy.distribute(torch.ones(6, 1), global_batch_size=6)
+        strategy.run(step, args=(batch, str(tmp_path)))
+        assert model.state_dict()["weight"].item() == -3.5
+
+
+def test_objects_stay_usable_after_the_end(four_cpus: None) -> None:
+    strategy = sg.ParameterServerStrategy(1)
+    with strategy.scope():
+        model = make_net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    strategy.run(plain_step(model, optimizer), args=batches(1)[0])
+    strategy.close()
+    assert optimizer.state_dict()["state"][0]["step"].item() == 1
+    plain_step(model, optimizer)(*batches(1)[0])
+    with pytest.raises(StrategyError, match=r"closed at .*test_parameter_server.py"):
+        strategy.run(int)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sg.ParameterServerStrategy(0), "num_workers is a whole number from 1"),
+        (lambda: sg.ParameterServerStrategy(2, num_ps=0), "num_ps is a whole number from 1"),
+        (lambda: sg.ParameterServerStrategy(2, consistency="async"), "got 'async'"),  # type: ignore[arg-type]
+        (lambda: sg.ParameterServerStrategy(2, consistency=sg.Synchronous(2)), "leaves none of 2 workers"),
+        (lambda: sg.ParameterServerStrategy(2, max_restarts=-1), "max_restarts"),
+        (lambda: sg.BoundedStaleness(-1), "max_staleness is a whole number from 0"),
+        (lambda: sg.FixedShardsPartitioner(0), "num_shards is a whole number from 1"),
+    ],
+)
+def test_wrong_options_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(sg.StratagemError, match=message):
+        make()
+
+
+def test_optimizer_steps_only_in_a_run(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy.local_results(strategy.run(plain_step(model, optimizer), args=batches(1)[0]))
+    with pytest.raises(StrategyError, match="outside strategy"):
+        optimizer.step()
+
+
+# Training without writing the loop
+
+
+def test_keras_fit_gives_the_history_of_one_device(strategy: sg.ParameterServerStrategy) -> None:
+    import keras  # only here: it takes seconds
+
+    def make() -> Any:
+        keras.utils.set_random_seed(1)
+        layers = keras.layers
+        model = keras.Sequential([layers.Input((4,)), layers.Dense(8), layers.BatchNormalization(), layers.Dense(1)])
+        model.compile(loss="mse", optimizer=keras.optimizers.Adam(0.01), metrics=["mae"])
+        return model
+
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(100, 4, generator=generator).numpy()
+    options = {"epochs": 2, "batch_size": 20, "verbose": 0, "shuffle": False}
+    expected = make()
+    history = expected.fit(data, data.sum(1), **options).history
+    with strategy.scope():
+        model = make()
+    assert model.fit(data, data.sum(1), **options).history == history
+    assert model.evaluate(data, data.sum(1), verbose=0) == expected.evaluate(data, data.sum(1), verbose=0)
+
+
+def test_estimator_trains_evaluates_and_goes_on(strategy: sg.ParameterServerStrategy, tmp_path: Path) -> None:
+    records, results = [Record(), Record()], []
+    for record, place, chosen in zip(records, ("one device", "workers"), (None, strategy), strict=True):
+        for max_steps in (3, 6):
+            estimator = make_estimator(tmp_path / place, chosen)
+            estimator.train(estimator_batches, hooks=[record], max_steps=max_steps)
+        results.append(estimator.evaluate(one_pass))
+    # Two workers have steps at the same time: what they compute from may be one update old.
+    assert records[1].losses == pytest.approx(records[0].losses, abs=0.1)
+    assert results[1] == pytest.approx(results[0], abs=0.1)
+    assert results[1]["global_step"] == 6
+
+
+def test_staleness_goes_to_tensorboard(strategy: sg.ParameterServerStrategy) -> None:
+    class Writer:
+        def __init__(self) -> None:
+            self.scalars: dict[str, float] = {}
+            self.histograms: dict[str, list[int]] = {}
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            self.scalars[tag] = value
+
+        def add_histogram(self, tag: str, values: torch.Tensor, step: int) -> None:
+            self.histograms[tag] = values.tolist()
+
+    writer = Writer()
+    strategy.write_staleness(writer, 7)
+    for worker, counts in strategy.staleness().items():
+        assert len(writer.histograms[f"staleness/worker {worker}"]) == sum(counts.values())
+        assert 0 <= writer.scalars[f"staleness/worker {worker}, mean"] <= max(counts)
+
+
+def test_strategy_that_is_dropped_ends_its_workers(four_cpus: None) -> None:
+    strategy = sg.ParameterServerStrategy(1)
+    with strategy.scope():
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy.local_results(strategy.run(plain_step(model, optimizer), args=batches(1)[0]))
+    (process,) = [worker.process for worker in strategy.workers.crew.workers.values()]
+    del strategy
+    gc.collect()
+    assert process.wait(PATIENCE_S)
+    assert model(batches(1)[0][0]).shape == (8, 3)
