@@ -20,6 +20,6 @@ def test_local_training_survives_a_killed_worker_and_learns() -> None:
 
 
 def test_embeddings_learn() -> None:
-    text = run_example("parameter_server_embeddings.py", "--rows", "200000", "--steps", "150")
+    text = run_example("parameter_server_embeddings.py", "--rows", "100000", "--steps", "120")
     first, last = map(float, re.findall(r"loss of the first steps (\S+), of the last (\S+)", text)[0])
     assert last < 0.7 * first

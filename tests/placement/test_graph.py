@@ -186,6 +186,24 @@ def test_change_of_a_part_is_refused_by_name() -> None:
             y[0] = 2.0
 
 
+def test_tensors_of_the_program_are_changed_whole_or_not_at_all() -> None:
+    parameter, buffer = torch.nn.Parameter(torch.zeros(2)), torch.zeros(2, 2)
+    with sg.Graph() as graph:
+        x = sg.placeholder(torch.float32, [2])
+        inside = torch.zeros(2)
+        inside += x  # is new in every run
+        parameter.data.add_(inside)
+        with pytest.raises(
+            GraphError, match=r"a part \(2,\) float32 of a tensor of the program would be changed in place"
+        ):
+            buffer[0] += x
+    with sg.Session(graph) as session:
+        for _ in range(3):
+            session.run(graph.updates, {x: [1.0, 2.0]})
+    assert parameter.tolist() == [3.0, 6.0]
+    assert buffer.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
 def test_two_graphs_do_not_mix() -> None:
     with sg.Graph():
         a = sg.constant(1.0)

@@ -217,6 +217,56 @@ def test_transformer_with_dropout_gives_what_torch_gives_with_the_same_seed() ->
     assert not torch.equal(found[0], again[0])
 
 
+def cnn() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3, padding=1),
+        torch.nn.BatchNorm2d(4),
+        torch.nn.MaxPool2d(2),
+        torch.nn.GELU(),
+        torch.nn.AdaptiveAvgPool2d(2),
+        torch.nn.Flatten(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "value"),
+    [
+        (cnn, torch.randn(2, 3, 8, 8)),
+        (lambda: torch.nn.LSTM(4, 3, num_layers=2), torch.randn(5, 2, 4)),
+        (lambda: torch.nn.GRU(4, 3, bidirectional=True), torch.randn(5, 2, 4)),
+        (lambda: torch.nn.MultiheadAttention(8, 2), torch.randn(3, 2, 8)),
+        (lambda: torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Dropout(), torch.nn.PReLU()), torch.randn(3, 4)),
+    ],
+)
+def test_models_and_their_gradients_are_those_of_torch(model: Any, value: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    made = model()
+
+    def results(x: torch.Tensor) -> list[torch.Tensor]:
+        outcome = made(x, x, x) if isinstance(made, torch.nn.MultiheadAttention) else made(x)
+        y = outcome if isinstance(outcome, torch.Tensor) else outcome[0]
+        return [y, *torch.autograd.grad(y.sin().sum(), [x, *made.parameters()])]
+
+    example = value.clone().requires_grad_()
+    traced = sg.trace(results, example)
+    torch.manual_seed(1)
+    expected = results(example)
+    with sg.Session(traced.graph) as session:
+        torch.manual_seed(1)
+        found = session.run(traced, traced.feed(example))
+    torch.testing.assert_close(found, [each.detach() for each in expected])
+
+
+def test_traced_function_returns_all_that_it_returns() -> None:
+    traced = sg.trace(lambda x, factor: {"double": x * factor, "rest": ("text", 3, None, ())}, torch.ones(2), 2.0)
+    with sg.Session(traced.graph) as session:
+        found = session.run([traced], traced.feed(torch.tensor([1.0, 2.0]), 2.0))
+    assert found[0]["double"].tolist() == [2.0, 4.0]
+    assert found[0]["rest"] == ("text", 3, None, ())
+    with pytest.raises(GraphError, match="depends neither on its arguments nor on tensors that existed before"):
+        sg.trace(lambda x: torch.ones(3), torch.ones(2))
+
+
 def test_trace_that_keeps_tensors_is_refused_and_leaves_the_program_as_it_was() -> None:
     kept = []
     model = torch.nn.Linear(3, 1)

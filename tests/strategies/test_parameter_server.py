@@ -287,6 +287,64 @@ def test_sparse_gradients_change_only_their_rows(strategy: sg.ParameterServerStr
     assert touched == [0, 3, 5, 99]
 
 
+def test_optimizers_that_cannot_push_are_refused(four_cpus: None) -> None:
+    for make, message in (
+        (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS computes the loss many times"),
+        (lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "SGD without momentum"),
+    ):
+        with sg.ParameterServerStrategy(1) as strategy:
+            with strategy.scope():
+                model = nn.Embedding(10, 2, sparse=True)
+                optimizer = make(model)
+            with pytest.raises(sg.StratagemError, match=message):
+                strategy.run(int)
+            del optimizer
+
+
+def test_step_that_fails_changes_nothing(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.BatchNorm1d(2)
+        frozen = nn.Linear(100, 100).requires_grad_(False)
+
+    def spoil() -> None:
+        model(torch.randn(4, 2) + 5)
+        with torch.no_grad():
+            model.weight.zero_()
+            frozen.weight.zero_()
+        raise ValueError("spoilt")
+
+    def look() -> tuple[float, float, int]:
+        return model.weight.sum().item(), frozen.weight.abs().sum().item(), int(model.num_batches_tracked)
+
+    before = frozen.weight.abs().sum().item()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="spoilt"):
+            strategy.local_results(strategy.run(spoil))
+        results = [strategy.run(look) for _ in range(4)]
+        assert {strategy.local_results(each)[0] for each in results} == {(2.0, before, 0)}
+    with torch.no_grad():
+        frozen.weight.fill_(1.0)
+    assert strategy.local_results(strategy.run(look))[0] == (2.0, 10_000.0, 0)
+
+
+def test_memory_of_dropped_models_is_given_back(strategy: sg.ParameterServerStrategy) -> None:
+    def held() -> int:
+        gc.collect()
+        strategy.local_results(strategy.run(int))
+        return len(strategy.workers.begin().variables.held)
+
+    before = held()
+    for _ in range(3):
+        with strategy.scope():
+            model = make_net()
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        step = plain_step(model, optimizer)
+        strategy.local_results(strategy.run(step, args=batches(1)[0]))
+        assert held() > before
+        del model, optimizer, step
+        assert held() == before
+
+
 def test_groups_can_be_added_between_steps(strategy: sg.ParameterServerStrategy) -> None:
     with strategy.scope():
         model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])

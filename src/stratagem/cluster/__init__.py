@@ -7,7 +7,9 @@
 - `server`, `listening`, `io_thread`: a task answers at its address, in a thread of its own
 - `membership`: tasks meet, share values and notice who is gone; `keeper` and `follower` are its two sides,
   `agreement`, `members` and `values` their parts
-- `store`: the values as a store of torch; the only file here that loads torch
+- `store`: the values as a store of torch
+- `sessions`, `session_connection`: graphs on the tasks of a cluster; `session_service`: the side of the task. These and
+  `store` load torch, and are not loaded here
 """
 
 from stratagem.cluster.contract import Resolver

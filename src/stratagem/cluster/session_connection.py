@@ -27,6 +27,7 @@ HEARTBEAT_S: Final = 1.0
 NUM_MISSED: Final = 4
 SILENCE_S: Final = 30.0
 _CONNECT_S: Final = 10.0
+_OPENING_S: Final = 60.0
 _ERRORS: Final = {each.__name__: each for each in (OutOfMemoryError, DeviceNotFoundError, SessionError)}
 
 
@@ -75,6 +76,7 @@ class TaskConnection:
         self._calls: dict[int, _Call] = {}
         self._gone: str | None = None
         self._heard_at = time.monotonic()
+        self._silence_s = _OPENING_S
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._keep_alive())]
 
     @classmethod
@@ -94,6 +96,12 @@ class TaskConnection:
                 f"{name} at {address} cannot be reached: {why}. Start it, as sg.Server does, and make the session anew"
             ) from None
         return cls(name, channel)
+
+    async def open(self, options: Body) -> Body:
+        """Opens the session in the task; the first one may have to wait until torch is loaded there."""
+        about = await self.call("open", options)
+        self._silence_s = HEARTBEAT_S * NUM_MISSED
+        return about
 
     async def call(
         self, call: str, about: Body, tensors: Sequence[torch.Tensor] = (), *, expected: Sequence[torch.Tensor] = ()
@@ -178,8 +186,8 @@ class TaskConnection:
         """A task that stops or is cut off closes no connection: it falls silent."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            if time.monotonic() - self._heard_at > HEARTBEAT_S * NUM_MISSED:
-                self._lose(f"it has given no sign of life for {HEARTBEAT_S * NUM_MISSED:g} s")
+            if time.monotonic() - self._heard_at > self._silence_s:
+                self._lose(f"it has given no sign of life for {self._silence_s:g} s")
                 return
             if not self._sending.locked():  # while tensors are on their way, they are the sign
                 with contextlib.suppress(ClosedError):

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 
@@ -30,8 +30,6 @@ from stratagem.placement.session_plan import Part
 from stratagem.placement.session_run import Run
 
 __all__ = ["Session"]
-
-_PATIENCE_S: Final = 5.0
 
 
 @final
@@ -138,7 +136,7 @@ class ClusterFleet:
             shown = name if name.startswith(SCHEME) else f"task {name}"
             connection = await TaskConnection.connect(shown, address, self._token)
             self._connections[name] = connection
-            return await connection.call("open", self._options)
+            return await connection.open(self._options)
 
         return self._thread.run(connect())
 

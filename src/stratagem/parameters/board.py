@@ -34,12 +34,12 @@ class Board:
         # NumPy: a single number costs it a tenth of what it costs torch, and these are read in every step.
         flat = region.shared(torch.int64, 0, sum(sizes)).numpy()
         self._common, self.dirty, targets, workers, histogram = np.split(flat, np.cumsum(sizes)[:-1])
-        self.targets = targets.reshape(MAX_TARGETS, 4)  # of the journal: how it was saved, from where, to where
+        self.targets = targets.reshape(MAX_TARGETS, 4)  # how it was saved, from where, to where; its last change
         fields = workers.reshape(_NUM_PER_WORKER, MAX_WORKERS)
         self.pushing, self.committed = fields[0], fields[1]  # the push under way; the last that is done
         self.in_flight = fields[2]  # 1 + the version that its step was pulled from; 0 when it is in no step
         self.arrived, self.weight = fields[3], fields[4]  # the round that it has given gradients for; its examples
-        self.num_dropped = fields[5]  # gradients that came when their round was over
+        self.num_dropped = fields[5]  # its parts of rounds that went on without it
         self.call, self.call_start = fields[6], fields[7]  # which call it is in; its last push before that
         self.histogram = histogram.reshape(MAX_WORKERS, NUM_BUCKETS)  # of the staleness of pushes, by worker
 

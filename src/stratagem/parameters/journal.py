@@ -6,6 +6,7 @@ puts the saved values back, unless the one who left it had already declared the 
 """
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, final
@@ -99,6 +100,16 @@ class Journal:
         self._board = board
         self._locks = locks
         self.targets: list[Target] = []
+
+    def free_numbers(self) -> Iterator[int]:
+        """The numbers that no target has; the same in all processes as long as all have the same targets."""
+        used = {target.number for target in self.targets}
+        return (number for number in itertools.count() if number not in used)
+
+    def drop(self, targets: Sequence[Target]) -> None:
+        """Forgets targets that nobody will change any more."""
+        numbers = {target.number for target in targets}
+        self.targets = [target for target in self.targets if target.number not in numbers]
 
     @contextlib.contextmanager
     def reading(self, shard: int) -> Iterator[None]:

@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 
+from stratagem.errors import ParameterError
 from stratagem.parameters.journal import Target
 from stratagem.parameters.variables import TABLE, Held, LocalVariables
 from stratagem.replicas.memory import Region
@@ -166,10 +167,10 @@ def layout_of(optimizer: torch.optim.Optimizer, names: Sequence[int], variables:
 def make_memory(layout: "Layout", variables: LocalVariables) -> StateMemory:
     """Shared memory for a state that is laid out; it holds none yet."""
     regions, targets = [], []
-    for place, (shard, shape, dtype) in enumerate(layout.kinds):
+    for number, (shard, shape, dtype) in zip(variables.journal.free_numbers(), layout.kinds, strict=False):
         region = Region.create(torch.Size(shape).numel() * dtype.itemsize)
         regions.append(region)
-        targets.append(Target.create(len(variables.journal.targets) + place, shard, region, dtype, shape))
+        targets.append(Target.create(number, shard, region, dtype, shape))
     return StateMemory(layout.parts, tuple(regions), tuple(targets))
 
 
@@ -202,6 +203,11 @@ def _forms(
         found, shape = inner.state.get(trial, {}), few
     forms: list[Form] = []
     for key, value in found.items():
+        if isinstance(value, torch.Tensor) and value.is_sparse:
+            raise ParameterError(
+                f"{type(optimizer).__name__} keeps {key!r} of a table with sparse gradients, which grows with all rows "
+                f"ever touched; use SGD without momentum, Adagrad or SparseAdam for it"
+            )
         if isinstance(value, torch.Tensor):
             same = value.shape == shape and value.dim() > 0
             forms.append((key, None if same else tuple(value.shape), value.dtype, False))

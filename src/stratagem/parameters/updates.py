@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 
 from stratagem.parameters.board import NUM_BUCKETS
-from stratagem.parameters.journal import Saving
+from stratagem.parameters.journal import Saving, Target
 from stratagem.parameters.states import ELEMENTWISE, Part, StateMemory, bare_step, over, shared_part
 from stratagem.parameters.variables import TABLE, Held, LocalVariables
 from stratagem.replicas.variables import laid_out
@@ -51,6 +51,11 @@ class SharedUpdate:
         self._state_version = -1
         self._without_state: list[int] = []
         self._inner: Any = None
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """What lets changes of the state be undone."""
+        return self._memory.targets
 
     def shards_of(self, gradients: Sequence[torch.Tensor | None]) -> list[int]:
         """The shards that an update with these gradients touches."""

@@ -6,7 +6,7 @@ changed. Tables with sparse gradients are not copied: a worker reads their rows 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -78,8 +78,9 @@ class LocalVariables:
         self.held: list[Held] = []
         self.version = -1  # which this process' copies are of
         self._torn_reads = torn_reads
-        self._copies: dict[int, torch.Tensor] = {}  # by place in `held`: this process' own values
+        self._copies: dict[int, torch.Tensor] = {}  # by number of the target: this process' own values
         self._pulled: dict[int, torch.Tensor] = {}  # of buffers: what they were when they were pulled
+        self._copied: dict[int, int] = {}  # likewise: the change that the copy has
         self._where: dict[int, tuple[Held, Placement]] = {}
         self._loads = [0] * memory.num_shards
 
@@ -105,14 +106,17 @@ class LocalVariables:
             is_trained = isinstance(tensor, torch.nn.Parameter) and (tensor.requires_grad or tensor.numel() > _SMALL)
             kind = (TABLE if id(tensor) in tables else TRAINED) if is_trained else OTHER
             alone = name if kind == TABLE else 0
-            kinds.setdefault((shards[name], kind, tensor.dtype, alone), []).append((name, tensor))
+            # Apart from those that are frozen: they are copied only when somebody has written to them.
+            key = shards[name], kind, tensor.dtype, tensor.requires_grad, alone
+            kinds.setdefault(key, []).append((name, tensor))
             self._loads[shards[name]] += tensor.nbytes
         placed: list[Held] = []
-        for (shard, kind, dtype, _), chosen in kinds.items():
+        numbers = self.journal.free_numbers()
+        for (shard, kind, dtype, _, _), chosen in kinds.items():
             # On pages of its own: what the main program writes to one variable takes nothing of its neighbours along.
             store = Store.take_in(chosen, dtype, labels, align_bytes=PAGE_BYTES)
             shape = store.placements[0].shape if kind == TABLE else (store.num_elements,)
-            number = len(self.journal.targets) + len(placed)
+            number = next(numbers)
             placed.append(Held(store, shard, kind, Target.create(number, shard, store.region, dtype, shape)))
         return placed
 
@@ -124,15 +128,32 @@ class LocalVariables:
             if len(pages):
                 with self.journal.writing([held.shard]):
                     held.store.region.publish(pages)
+                    self.note_change([held.target])
                     self.board.version += 1
 
     # In all processes
+
+    def note_change(self, targets: Iterable[Target]) -> None:
+        """Lets workers know that these have changed; the caller holds the shards."""
+        for target in targets:
+            self.board.targets[target.number, 3] = self.board.version + 1
 
     def add(self, held: Held) -> None:
         """Takes variables."""
         self.held.append(held)
         self.journal.targets.append(held.target)
         self._where |= {placement.name: (held, placement) for placement in held.store.placements}
+
+    def drop(self, names: Iterable[int]) -> None:
+        """Lets go of variables that the program has dropped, and of memory that nothing else is in."""
+        gone = set(names)
+        for held in list(self.held):
+            held.store.gone |= gone & {placement.name for placement in held.store.placements}
+            if len(held.store.gone) == len(held.store.placements):
+                self.held.remove(held)
+                self.journal.drop([held.target])
+                for kept in (self._copies, self._pulled, self._copied):
+                    kept.pop(held.target.number, None)
 
     def find(self, name: int) -> tuple[Held, Placement]:
         """Where a variable lies."""
@@ -144,9 +165,9 @@ class LocalVariables:
         """Makes a worker's own tensors of variables that it was sent, by name."""
         flat = held.store.shared
         if held.kind == OTHER or (held.kind == TRAINED and not self._torn_reads):
-            flat = self._copies[len(self.held)] = torch.zeros(held.store.num_elements, dtype=held.store.dtype)
+            flat = self._copies[held.target.number] = torch.zeros(held.store.num_elements, dtype=held.store.dtype)
             if held.kind == OTHER:
-                self._pulled[len(self.held)] = torch.zeros_like(flat)
+                self._pulled[held.target.number] = torch.zeros_like(flat)
         tensors: dict[int, torch.Tensor] = {}
         for placement in held.store.placements:
             # Not views of one tensor: those count changes together, and autograd takes one for a change of all.
@@ -169,21 +190,29 @@ class LocalVariables:
                 self.copy_shard(shard)
         self.version = version
 
+    def forget(self) -> None:
+        """Has everything copied anew: this worker has changed its copies, and not pushed that."""
+        self.version = -1
+        self._copied.clear()
+
     def copy_shard(self, shard: int) -> None:
         """Copies the values of one shard, whose lock the caller holds."""
-        for place, own in self._copies.items():
-            held = self.held[place]
-            if held.shard == shard:
+        for held in self.held:
+            number = held.target.number
+            changed, own = int(self.board.targets[number, 3]), self._copies.get(number)
+            if own is not None and held.shard == shard and self._copied.get(number) != changed:
+                self._copied[number] = changed
                 own.copy_(held.store.shared)
-                if place in self._pulled:
-                    self._pulled[place].copy_(own)
+                if number in self._pulled:
+                    self._pulled[number].copy_(own)
 
     def changed_buffers(self) -> list[tuple[Held, torch.Tensor]]:
         """What this worker changed in buffers since it pulled them: stores, and its own values."""
         return [
-            (self.held[place], self._copies[place])
-            for place, pulled in self._pulled.items()
-            if not torch.equal(pulled, self._copies[place])
+            (held, self._copies[number])
+            for held in self.held
+            if (number := held.target.number) in self._pulled
+            and not torch.equal(self._pulled[number], self._copies[number])
         ]
 
     def add_buffers(self, changed: Sequence[tuple[Held, torch.Tensor]]) -> None:
@@ -192,7 +221,7 @@ class LocalVariables:
         Changes, not values: so that the counts and moving averages of all workers come together.
         """
         for held, own in changed:
-            pulled = self._pulled[self.held.index(held)]
+            pulled = self._pulled[held.target.number]
             shared = held.store.shared
             if own.dtype == torch.bool:
                 shared.copy_(torch.where(own == pulled, shared, own))

@@ -109,9 +109,10 @@ class GraphRecorder:
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         if not self._concerns(function, tensors):
             result = function(*args, **kwargs)
-            for each in pytree.tree_leaves(result):
-                if isinstance(each, torch.Tensor):
-                    self._born[each] = True
+            if function not in graph_rules.SAME or args[0] in self._born:  # `parameter.data` is the parameter's memory
+                for each in pytree.tree_leaves(result):
+                    if isinstance(each, torch.Tensor):
+                        self._born[each] = True
             return result
         if function in graph_rules.NEEDS_VALUES:
             raise no_value(self._name(tensors[0]), graph_rules.NEEDS_VALUES[function])
@@ -197,7 +198,7 @@ class GraphRecorder:
         there = GraphTensor(self, Cell(self._current(target))).permute(order)
         drawn, _ = self._operation(_aten.bernoulli.p, (there, *args), kwargs)
         back = sorted(range(meta.dim()), key=order.__getitem__)
-        return self._current(self.tensor(drawn).permute(back).cell)
+        return self._current(self._cell(self.tensor(drawn).permute(back)))
 
     def _require_whole(self, target: Cell, what: str) -> None:
         if target.view is not None:
@@ -265,9 +266,18 @@ class GraphRecorder:
 
     def _written(self, tensor: torch.Tensor) -> Cell:
         """Of a tensor that is changed in place; one that the program had before the graph keeps what is written."""
-        if not isinstance(tensor, GraphTensor) and id(tensor) not in self._adopted and tensor not in self._born:
+        if isinstance(tensor, GraphTensor) or id(tensor) in self._adopted:
+            return self._cell(tensor)
+        if tensor._is_view():
+            raise GraphError(
+                f"a part {described(tensor)} of a tensor of the program would be changed in place; a graph records "
+                f"changes of whole tensors. Make a new tensor with torch.where, torch.cat or the like"
+            )
+        if tensor not in self._born:
             return self.adopt(tensor)
-        return self._cell(tensor)
+        cell = self._cell(tensor)
+        self._adopted[id(tensor)] = (tensor, cell)  # from here on it stands for a value of the graph
+        return cell
 
     def adopt(self, tensor: torch.Tensor) -> Cell:
         """Makes a variable of a tensor of the program, whose value it takes and changes; it is where the tensor is."""

@@ -250,10 +250,11 @@ def reset_peak(device: LogicalDevice) -> None:
 
 
 def _counting(device: LogicalDevice) -> Place | None:
-    if _Current.places is None or not in_use() or device.torch_device.type != "cpu":
+    places = _Current.places
+    if places is None or places.inventory is not this_process() or device.torch_device.type != "cpu":
         return None
-    place = _Current.places.at(device)
-    return place if place.tracked else None
+    place = current().at(device)
+    return place if place.peak_bytes else None
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:

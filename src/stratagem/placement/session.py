@@ -160,7 +160,7 @@ class Session:
         workers = {part.place: self._fleet.worker(part.place) for part in plan.parts}
         run = Run(plan, feeds, workers, self._fleet.abandon)
         run.execute()
-        results = {output: _result(output, run.owned(run.values[output].cpu())) for output in asked.outputs}
+        results = {output: _result(output, run.owned(run.values[output].cpu())) for output in asked.returned}
         self._fleet.commit(run, places)
         return asked.filled(results)
 

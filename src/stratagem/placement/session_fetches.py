@@ -21,25 +21,42 @@ class Fetches:
     """What is fetched, in what form.
 
     Args:
-        leaves: What each place of the form holds: an output, or None for what returns nothing.
+        leaves: What each place of the form holds: an output; a value that a traced function returns besides tensors, in
+            a box; or None for what returns nothing.
         structure: The form.
         others: What must run, but is not returned.
         initialized: Variables that get their first values.
     """
 
-    leaves: tuple[Output | None, ...]
+    leaves: tuple["Output | _Box | None", ...]
     structure: Any
     others: tuple[Output, ...]
     initialized: tuple[Node, ...]
 
     @property
+    def returned(self) -> tuple[Output, ...]:
+        """All whose values are returned, each once."""
+        return tuple(dict.fromkeys(each for each in self.leaves if isinstance(each, Output)))
+
+    @property
     def outputs(self) -> tuple[Output, ...]:
         """All that must be computed, each once."""
-        return tuple(dict.fromkeys([*(each for each in self.leaves if each is not None), *self.others]))
+        return tuple(dict.fromkeys([*self.returned, *self.others]))
 
     def filled(self, values: Mapping[Output, Any]) -> Any:
         """The same form with values."""
-        return pytree.tree_unflatten([None if each is None else values[each] for each in self.leaves], self.structure)
+        found = [
+            values[each] if isinstance(each, Output) else None if each is None else each.value for each in self.leaves
+        ]
+        return pytree.tree_unflatten(found, self.structure)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Box:
+    """Something that is returned as it is."""
+
+    value: Any
 
 
 def read_fetches(graph: Graph, fetches: Any) -> Fetches:
@@ -57,18 +74,18 @@ def read_fetches(graph: Graph, fetches: Any) -> Fetches:
         if fetch.graph is not graph:
             raise GraphError("the function was traced into another graph than the one of this session")
         others.extend(_output(graph, each) for each in fetch.updates)
-        return fetch.outputs
+        return pytree.tree_map(lambda each: each if isinstance(each, torch.Tensor) else _Box(each), fetch.outputs)
 
     leaves, structure = pytree.tree_flatten(pytree.tree_map(opened, fetches))
-    found: list[Output | None] = []
+    found: list[Output | _Box | None] = []
     for each in leaves:
         if isinstance(each, VariablesInitializer):
             if each.graph is not graph:
                 raise GraphError("the initializer is of another graph than the one of this session")
             initialized.extend(each.variables)
             found.append(None)
-        elif each is None:
-            found.append(None)
+        elif each is None or isinstance(each, _Box):
+            found.append(each)
         else:
             found.append(_output(graph, each))
     return Fetches(tuple(found), structure, tuple(others), tuple(initialized))

@@ -77,21 +77,25 @@ def trace(function: Callable[..., Any], *examples: Any) -> Traced:
         for made, example in zip(given, leaves, strict=True):
             if isinstance(example, torch.Tensor) and example.requires_grad:
                 made.requires_grad_()
-        outputs = function(*pytree.tree_unflatten(given, structure))
-        graph.recorder.give_back_gradients()
-        inputs = tuple(each for each in given if isinstance(each, GraphTensor))
-        for each in pytree.tree_leaves(outputs):
-            if isinstance(each, torch.Tensor) and not isinstance(each, GraphTensor):
-                raise GraphError(
-                    f"the function returns a tensor {described(each)} that depends neither on its arguments nor on "
-                    f"tensors that existed before; leave it out"
-                )
-        # Without the gradients' own graph, which would keep everything alive.
-        outputs = pytree.tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, outputs)
-        traced = Traced(graph, inputs, outputs, graph.updates)
-        del given, each
+        try:
+            outputs = pytree.tree_map(_output, function(*pytree.tree_unflatten(given, structure)))
+        finally:
+            graph.recorder.give_back_gradients()
+        traced = Traced(graph, tuple(each for each in given if isinstance(each, GraphTensor)), outputs, graph.updates)
         _refuse_what_was_kept(traced)
         return traced
+
+
+def _output(value: Any) -> Any:
+    """What a function returns, without the gradients' own graph, which would keep everything alive."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not isinstance(value, GraphTensor):
+        raise GraphError(
+            f"the function returns a tensor {described(value)} that depends neither on its arguments nor on tensors "
+            f"that existed before; leave it out"
+        )
+    return value.detach()
 
 
 def _refuse_what_was_kept(traced: Traced) -> None:

@@ -86,7 +86,9 @@ class FunctionCache:
             elif len(seen) >= _MAX_NODES:
                 return None
             else:
-                kept.append(value)
+                # A function of the user's is known by its code: itself it would keep alive all that it captures.
+                if kind is not types.FunctionType or not travels_by_value(value):
+                    kept.append(value)
                 found.append(id(value))
                 parts = _parts(value, found)
                 if parts is None:

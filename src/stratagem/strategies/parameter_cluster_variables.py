@@ -186,7 +186,7 @@ def _fetch_rows(client: ParameterClient, name: str, module: torch.nn.Embedding, 
 
 def _is_finite(gradient: torch.Tensor) -> bool:
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return math.isfinite(values.sum(dtype=torch.float64)) if values.is_floating_point() else True
+    return not values.is_floating_point() or math.isfinite(values.sum()) or math.isfinite(values.double().sum())
 
 
 def _named(made: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:

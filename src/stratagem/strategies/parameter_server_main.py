@@ -92,13 +92,14 @@ class MainProgram:
         for obj in objects.values():
             if isinstance(obj, torch.nn.Module):
                 obj.register_state_dict_pre_hook(_settle)  # type: ignore[no-untyped-call]
-            if isinstance(obj, torch.optim.LBFGS):
-                raise StrategyError("LBFGS computes the loss many times in one step, which no push can; use another")
 
     def drop(self, names: Sequence[int]) -> None:
         for name in names:
-            self._states.pop(name, None)
             self._signatures.pop(name, None)
+            if name in self._states:
+                self.variables.journal.drop(self._states.pop(name)[0].targets)
+        self.variables.drop(names)
+        self.placed = [held for held in self.placed if held in self.variables.held]
 
     def forget_state(self) -> None:
         """Nothing is known of workers that is not told to each."""
@@ -124,6 +125,10 @@ class MainProgram:
     def note_pending(self) -> None:
         """Looks at what is about to be distributed."""
         self._pending = self._tracker.pending()
+        if any(isinstance(obj, torch.optim.LBFGS) for obj in self._pending):
+            raise StrategyError(
+                "LBFGS computes the loss many times in one step, which no push can; use another optimizer"
+            )
 
     _pending: Sequence[Any] = ()
 
@@ -159,6 +164,8 @@ class MainProgram:
         if before is not None:
             states = before[0].read(self.variables)
         memory = make_memory(layout, self.variables)
+        if before is not None:
+            self.variables.journal.drop(before[0].targets)
         self.variables.journal.targets += memory.targets
         memory.write(states, self.variables)
         optimizer.state.clear()

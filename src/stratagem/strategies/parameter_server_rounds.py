@@ -47,7 +47,9 @@ def run_round(
         crew.wait(lambda: sum(map(has_room, with_data.values())) >= needed)
         steps = {}
         for place, number in with_data.items():
-            if has_room(number):
+            if not has_room(number):
+                workers.board.num_dropped[number] += 1
+            else:
                 own = Round(first, needed, counts[place] if counts else 1)
                 parts = values.load_deferred(values.select((args, kwargs), place, sent=True))
                 steps[place] = workers.new_step(function, *parts, own_round=own, worker=number)

@@ -137,15 +137,19 @@ class WorkerRuntime:
                 self._read_under_lock(obj)
 
     def drop(self, names: Sequence[int]) -> None:
-        """Lets go of objects that the program has dropped; shared memory stays until the strategy ends."""
+        """Lets go of objects that the program has dropped, and of memory that nothing else is in."""
         for name in names:
-            self.updates.pop(name, None)
+            if name in self.updates:
+                self.variables.journal.drop(self.updates.pop(name).targets)
             self._parameters.pop(name, None)
             self._marks.pop(name, None)
+        self.variables.drop(names)
 
     def take_state(self, name: int, memory: StateMemory, slots: GradientSlots | None) -> None:
         """Takes the shared state of an optimizer: from now on its step is a push."""
         optimizer = this_child().registry.resolve(name)  # type: ignore[union-attr]
+        if name in self.updates:
+            self.variables.journal.drop(self.updates[name].targets)
         self.variables.journal.targets += memory.targets
         rate_of = getattr(self.shared_settings.consistency, "rate_of", None)
         update = SharedUpdate(optimizer, memory, self.variables, self.worker, rate_of)
@@ -191,6 +195,9 @@ class WorkerRuntime:
             result = pytree.tree_map_only(torch.Tensor, _as_it_is_now, function(*args, **kwargs))
             self._take_in_buffers(buffers)
             self._push_rest()
+        except BaseException:
+            self._forget()
+            raise
         finally:
             self._in_step = False
             board.in_flight[worker] = 0
@@ -199,6 +206,12 @@ class WorkerRuntime:
             self._num_early_steps -= 1
             give_back()
         return Answer(self._skipped, self._updated, result)
+
+    def _forget(self) -> None:
+        """Drops what a step that has failed did to this worker's copies."""
+        self.variables.forget()
+        self._pulled_at = 0.0
+        self._marks = {name: each._version for name, each in self._parameters.items()}
 
     def _begin(self, version: int) -> None:
         if self._gate is not None:
@@ -291,6 +304,7 @@ class WorkerRuntime:
                 if update is not None:
                     update.apply(gradients, staleness)
                 variables.add_buffers(buffers)
+                variables.note_change(target for target, _ in plan)
                 if closes_round:
                     board.closed_round = closes_round
             with variables.memory.locks.held(variables.memory.num_shards):
@@ -355,8 +369,8 @@ def _joined(first: list[Any], second: list[Any]) -> list[Any]:
 
 def _is_finite(gradient: torch.Tensor) -> bool:
     flat = gradient.values() if gradient.is_sparse else gradient
-    wide = torch.float32 if flat.dtype.itemsize < 4 else flat.dtype  # a sum of small floats must not overflow
-    return not flat.is_floating_point() or bool(flat.sum(dtype=wide).isfinite())
+    # The sum of finite numbers may be infinite; the exact check takes ten times as long.
+    return not flat.is_floating_point() or bool(flat.sum().isfinite()) or bool(flat.isfinite().all())
 
 
 def _as_it_is_now(value: torch.Tensor) -> torch.Tensor:

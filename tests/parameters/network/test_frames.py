@@ -183,9 +183,9 @@ def test_too_many_variables_are_refused_where_they_are_named() -> None:
 
 
 def test_frame_of_the_largest_chunk_is_within_the_limit() -> None:
-    frame = bytes(Sealer(KEY).seal(Kind.DATA, bytes(CHUNK_BYTES)))
+    frame = bytes(Sealer(KEY).seal(Kind.DATA, bytes(frames.MOST_PAYLOAD_BYTES)))
     assert len(frame) == frames.MOST_FRAME_BYTES
-    assert frames.parse(frame).length == CHUNK_BYTES
+    assert frames.parse(frame).length == frames.MOST_PAYLOAD_BYTES
     with pytest.raises(ProtocolError, match="bytes, got"):
         frames.parse(bytes(frame) + bytes(1))
     assert HEADER_BYTES == 36

@@ -227,6 +227,7 @@ def test_servers_end_when_the_chief_is_done_and_all_have_left(new_cluster: NewCl
     chief, other = cluster.trainer(0), cluster.trainer(1)
     chief.client.close(is_done=True)
     other.step(1)
+    assert all(thread.is_alive() for thread in cluster._threads)
     other.client.close(is_done=True)
     assert cluster.ended()
 

@@ -102,7 +102,7 @@ def test_evaluator_takes_values_of_a_state_and_needs_no_server(new_cluster: NewC
         values = trained(strategy, BATCHES)
         state = strategy.state_dict()
         with task(cluster, "evaluator") as evaluator:
-            model, optimizer, scheduler = build(evaluator)
+            model, _, _ = build(evaluator)
             evaluator.load_state_dict(state)
             assert all(torch.equal(one, other) for one, other in zip(model.parameters(), values, strict=True))
             assert evaluator.input_pipeline == (1, 0)
@@ -163,18 +163,17 @@ def test_gradient_that_is_not_finite_reaches_no_server(new_cluster: NewCluster) 
 
 
 def test_step_outside_of_a_run_and_a_scope_without_optimizer_are_refused(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(num_workers=1)
-    with task(cluster) as strategy:
+    with task(new_cluster(num_workers=1)) as strategy:
         with strategy.scope():
             nn.Linear(2, 2)
         with pytest.raises(StrategyError, match="make both inside"):
             strategy.run(lambda: None)
-    with task(cluster) as strategy:
+    with task(new_cluster(num_workers=1)) as strategy:
         model, optimizer, scheduler = build(strategy)
         strategy.run(training_step(model, optimizer, scheduler), args=(BATCHES[0],))
         with pytest.raises(StrategyError, match=r"outside strategy\.run"):
             optimizer.step()
-    with pytest.raises(StrategyError, match="was closed at .*test_strategy"):
+    with pytest.raises(StrategyError, match=r"was closed at .*test_strategy"):
         strategy.run(lambda: None)
 
 

@@ -14,7 +14,7 @@ import torch
 from stratagem.cluster import strict_json
 from stratagem.errors import ParameterError, ProtocolError
 from stratagem.parameters.contract import OptimizerSpec, Piece, Plain, ShardPlan, Variable
-from stratagem.parameters.network.frames import CHUNK_BYTES, MOST_SHARD_BYTES, Kind
+from stratagem.parameters.network.frames import MOST_PAYLOAD_BYTES, MOST_SHARD_BYTES, Kind
 
 Body: TypeAlias = dict[str, Any]
 
@@ -147,9 +147,9 @@ def encode(kind: Kind, body: Body) -> bytes:
     """
     _check(kind, body)
     encoded = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
-    if len(encoded) > CHUNK_BYTES:
+    if len(encoded) > MOST_PAYLOAD_BYTES:
         raise ParameterError(
-            f"the description of the variables takes {len(encoded)} bytes, at most {CHUNK_BYTES} are sent; "
+            f"the description of the variables takes {len(encoded)} bytes, at most {MOST_PAYLOAD_BYTES} are sent; "
             f"use fewer variables or shorter names"
         )
     return encoded

@@ -5,6 +5,7 @@ how a state is described; the memory for what comes is sized here, by what the s
 """
 
 import dataclasses
+import functools
 import queue
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any, Final, final
 
 import torch
 
-from stratagem.errors import ParameterError, ProtocolError
+from stratagem.errors import ParameterError, ProtocolError, StratagemError
 from stratagem.parameters.contract import OptimizerSpec, Piece, Push, Rows, ShardPlan, Verdict
 from stratagem.parameters.network import bodies, compression
 from stratagem.parameters.network.bodies import Body
@@ -139,6 +140,7 @@ class Desk:
     # Work, in the thread of the desk
 
     def _work(self) -> None:
+        torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process takes a second; nobody waits for it yet
         while True:
             try:
                 request = self._requests.get(timeout=None if self._held_until is None else 0.05)
@@ -154,12 +156,15 @@ class Desk:
             self._look_at_hold()
 
     def _carry_out(self, request: Request) -> None:
+        self._try(request, functools.partial(self._HANDLERS[request.kind], self))
+
+    @staticmethod
+    def _try(request: Request, handler: Callable[[Request], None]) -> None:
+        """Whatever goes wrong with one request, the others are carried out."""
         try:
-            self._HANDLERS[request.kind](self, request)
-        except (ParameterError, ProtocolError) as error:
-            request.answer(Kind.FAILED, {"why": bodies.shortened(str(error)), "retry": False}, ())
+            handler(request)
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
+            why = str(error) if isinstance(error, StratagemError) else f"{type(error).__name__}: {error}"
             request.answer(Kind.FAILED, {"why": bodies.shortened(why), "retry": False}, ())
 
     def _attach(self, request: Request) -> None:
@@ -269,10 +274,7 @@ class Desk:
             late or all(self._applied.get(worker, 0) >= number for worker, number in wanted.items())
         ):
             saving, self._saving = self._saving, None
-            try:
-                self._answer_state(saving)
-            except ParameterError as error:
-                saving.answer(Kind.FAILED, {"why": bodies.shortened(str(error)), "retry": False}, ())
+            self._try(saving, self._answer_state)
             late = True
         if late:
             self._held_until = self._up_to = None

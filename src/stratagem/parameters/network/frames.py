@@ -15,13 +15,15 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC: Final = b"SGPS"
 VERSION: Final = 1
-CHUNK_BYTES: Final = 2**20
+CHUNK_BYTES: Final = 2**18
+"""Of tensors: small enough that sealing, the network and opening overlap."""
+MOST_PAYLOAD_BYTES: Final = 2**20
 SEAL_BYTES: Final = 16
 MOST_SHARD_BYTES: Final = 2**44
 
 _HEADER: Final = struct.Struct(">4sBBHQQQI")
 HEADER_BYTES: Final = _HEADER.size
-MOST_FRAME_BYTES: Final = HEADER_BYTES + CHUNK_BYTES + SEAL_BYTES
+MOST_FRAME_BYTES: Final = HEADER_BYTES + MOST_PAYLOAD_BYTES + SEAL_BYTES
 
 _GREETING: Final = struct.Struct(">4sBB32s")
 GREETING_BYTES: Final = _GREETING.size

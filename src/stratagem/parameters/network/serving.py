@@ -20,8 +20,8 @@ from stratagem.cluster.agreement import Introduction
 from stratagem.cluster.io_thread import log
 from stratagem.cluster.listening import listen
 from stratagem.cluster.members import Pulse, check_rhythm
-from stratagem.cluster.spec import CHIEF, PS, TRAINING, ClusterLike, ClusterSpec
-from stratagem.errors import ClusterSpecError, ProtocolError
+from stratagem.cluster.spec import CHIEF, MASTER, PS, TRAINING, ClusterLike, ClusterSpec
+from stratagem.errors import ClusterSpecError, ProtocolError, StratagemError
 from stratagem.parameters.network import bodies, frames, sealing, sockets
 from stratagem.parameters.network.bodies import Body
 from stratagem.parameters.network.desk import Desk, Request
@@ -38,6 +38,7 @@ _MOST_STRANGERS: Final = 64
 _MOST_SESSIONS: Final = 1024
 _MOST_FENCED: Final = 256
 _LOG_S: Final = 10.0
+_RETURN_S: Final = 60.0
 _FRAMES_AT_ONCE: Final = 32
 _STUCK_MS: Final = 2
 
@@ -92,6 +93,8 @@ class ParameterServer:
         self._answers: deque[tuple[Session, Kind, Body, int, Sequence[torch.Tensor]]] = deque()
         self._told = threading.Event()
         self._is_chief_done = False
+        self._absent = {task.name for task in self.spec.tasks if task.job in TRAINING}
+        self._alone_since = time.monotonic()
         self._next_log = 0.0
         self.num_refused = 0
 
@@ -108,7 +111,10 @@ class ParameterServer:
         return self
 
     def serve(self) -> None:
-        """Serves until `stop` is called, or until the chief has said that training is done and all have left."""
+        """Serves until `stop` is called, or until the chief has said that training is done and all have left.
+
+        For a task that has not come yet, or was lost and may come back, a server waits a minute.
+        """
         router = self.start()._router
         if router is None:
             return
@@ -117,7 +123,7 @@ class ParameterServer:
         poller.register(self._bell.descriptor, zmq.POLLIN)
         heartbeat_s = self._rhythm[0]
         last = next_beat = time.monotonic()
-        while not (self._told.is_set() or (self._is_chief_done and not self._sessions)):
+        while not (self._told.is_set() or self._is_done()):
             waiting = any(session.has_frames for session in self._sessions.values())
             poller.poll(_STUCK_MS if waiting else int(250 * heartbeat_s))
             self._bell.hear()
@@ -158,6 +164,11 @@ class ParameterServer:
 
     def __repr__(self) -> str:
         return f"<ParameterServer {self.task}>"
+
+    def _is_done(self) -> bool:
+        if not self._is_chief_done or self._sessions:
+            return False
+        return not self._absent or time.monotonic() - self._alone_since > _RETURN_S
 
     # What comes
 
@@ -220,6 +231,7 @@ class ParameterServer:
             return
         if kind == Kind.LEAVE:
             self._drop(session, "")
+            self._absent.discard(session.name)
             if body["is_done"] and session.name == self._chief():
                 self._is_chief_done = True
             return
@@ -232,6 +244,7 @@ class ParameterServer:
                 said = {"why": bodies.shortened(why or twin), "retry": not why}
                 self._answer(session, Kind.FAILED, said, request, ())
                 return
+            self._absent.add(body["task"])
             session.name, session.place = body["task"], f"pid {body['pid']} on {body['machine']}"
         elif not session.name:
             raise ProtocolError("a request came before an introduction")
@@ -273,7 +286,7 @@ class ParameterServer:
         if not session.is_fenced:
             try:
                 session.send(kind, body, request, tensors)
-            except ProtocolError as error:
+            except StratagemError as error:
                 self._drop(session, str(error))
 
     def _send(self, router: "zmq.Socket[bytes]") -> None:
@@ -311,6 +324,7 @@ class ParameterServer:
         if self._sessions.pop(session.identity, None) is None:
             return
         session.fence(why)
+        self._alone_since = time.monotonic()
         if session.name:
             self._desk.fence(_number_of(session.name))
         if why:
@@ -362,7 +376,7 @@ def chief_of(spec: ClusterSpec) -> str:
 def _number_of(task: str) -> int:
     """The number by which a shard knows a training task."""
     job, _, index = task.rpartition("/")
-    return int(index) + 1 if job != CHIEF else 0
+    return 0 if job in (CHIEF, MASTER) else int(index) + 1
 
 
 def _try_send(router: "zmq.Socket[bytes]", identity: bytes, frame: bytes | memoryview) -> None:

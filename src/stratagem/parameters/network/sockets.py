@@ -17,7 +17,7 @@ from stratagem.errors import ClusterError
 from stratagem.parameters.network.frames import MOST_FRAME_BYTES
 
 _FEWEST: Final = (4, 3, 5)  # older ones can be crashed by strangers
-_QUEUED_FRAMES: Final = 16
+_QUEUED_FRAMES: Final = 64  # of data: 16 MiB
 _HANDSHAKE_MS: Final = 5000
 _PING_MS, _PONG_MS = 1000, 5000
 _BUFFER_BYTES: Final = 4 * 2**20
