@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -294,6 +295,7 @@ def main() -> None:
     if options.contender == "rpc":
         rpc_process(options.model, options.rank, options.folder)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that no run is left behind
     models = options.models.split(",")
     speeds: dict[tuple[str, str], list[float]] = {(model, who): [] for model in models for who in ("zmq", "rpc")}
     for round_number in range(options.rounds):

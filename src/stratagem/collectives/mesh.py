@@ -56,7 +56,8 @@ class Mesh(Collective):
         self._attend = attend
         self._others = [each for each in range(size) if each != rank]
         self._number = 0
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "stratagem-mesh")
+        self._thread.submit(_nobody, 0.0).result()  # it is there from now on, and ends with this
         self._last: Future[Any] | None = None
         self._closed = False
 
@@ -100,7 +101,6 @@ class Mesh(Collective):
         """
         call = describe_call("start_sum", row)
         self._check_open()
-        self._thread = self._thread or ThreadPoolExecutor(1, "stratagem-mesh")
         self._last = future = self._thread.submit(self._reduce, call, row, "sum", _nobody)
 
         def wait_for_sum() -> torch.Tensor:
@@ -118,9 +118,8 @@ class Mesh(Collective):
         """Ends the connections, and what is under way."""
         self._closed = True
         self._sockets.cut()
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
-        self._thread = self._last = None
+        self._thread.shutdown(cancel_futures=True)
+        self._last = None
         self._sockets.close()
 
     def _in_turn(self, function: Callable[[Attend], _Result]) -> _Result:
