@@ -89,7 +89,7 @@ def opened(request: pytest.FixtureRequest, folder: Path) -> Iterator[sg.Strategy
 @contextlib.contextmanager
 def _second_worker(request: pytest.FixtureRequest, what: dict[str, object], folder: Path) -> Iterator[None]:
     """Runs the same tests in another process."""
-    of_row = [item for item in request.session.items if request.param in _parameters(item)]
+    of_row = [item for item in request.session.items if any(each is request.param for each in _parameters(item))]
     chosen = [item.nodeid for item in of_row if item.path == request.path]
     log = folder / "second.log"
     with log.open("w") as output:

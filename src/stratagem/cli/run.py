@@ -224,19 +224,23 @@ def _tell(plan: "Plan", screen: "Screen", *, why: bool, as_json: bool) -> None:
     """Says what would be started where, and why so."""
     from stratagem.cli.tables import ranges, show, table
     from stratagem.cluster.resolver import found
+    from stratagem.devices.inventory import this_process
 
     command = plan.order.program.command
-    reasons = [*plan.reasons, *found().explain().splitlines()] if why else []
+    # Tasks of a cluster that is started here are told by TF_CONFIG, whatever surrounds the launcher.
+    cluster = ["each task is told its place by TF_CONFIG"] if plan.order.is_cluster else found().explain().splitlines()
+    reasons = [*plan.reasons, *cluster] if why else []
     tasks = list(zip(plan.names(), plan.seats, strict=True))
     if as_json:
         described = [{"task": name, **dataclasses.asdict(seat)} for name, seat in tasks]
         typer.echo(json.dumps({"command": command, "tasks": described, "reasons": reasons}, indent=2))
         return
+    gpus = "all" if this_process().physical("GPU") else "none"
     rows = [
         [
             name,
             ranges(seat.cores) or "all",
-            "all" if seat.gpus is None else ",".join(seat.gpus) or "none",
+            gpus if seat.gpus is None else ",".join(seat.gpus) or "none",
             plan.order.devices if seat.trains and plan.order.devices else "all",
             "shown" if screen.shows(name, number) else "log",
         ]

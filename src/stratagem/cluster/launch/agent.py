@@ -133,11 +133,14 @@ class TaskAgent(SimpleElasticAgent):
         self._meeting.part(self._patience.evaluator_s + self._patience.grace_s + _PART_S)
 
     def _replace_workers(self) -> None:
-        """With parameter servers a worker that has died is started again alone: the others need not wait for it."""
-        if not isinstance(self._crew, Crew) or not any(PS in offer.jobs for offer in self._meeting.offers):
+        """With parameter servers a worker that has died is started again alone: the others need not wait for it.
+
+        On several machines all tasks are: the launchers of the others have heard of the failure already.
+        """
+        offers = self._meeting.offers
+        if not isinstance(self._crew, Crew) or len(offers) != 1 or PS not in offers[0].jobs:
             return
-        chief = self._meeting.offers[0].jobs
-        first = CHIEF if CHIEF in chief else f"{WORKER}/0"
+        first = CHIEF if CHIEF in offers[0].jobs else f"{WORKER}/0"
         for ended in self._crew.failed():
             failure = self._crew.explain(ended, killed_for_memory=False)
             may_be_replaced = ended.task.seat.job == WORKER and ended.task.name != first and not failure.is_consequence
