@@ -117,6 +117,8 @@ def _sort(function: Callable[..., Any]) -> Kind:
     name = getattr(function, "__name__", "")
     if name.startswith("_record_function"):
         return Kind.BLOCK
+    if name == "backward":
+        return Kind.BACKWARD  # as strategies wrap it, whichever came first
     if isinstance(function, type) or name == "__get__" or name in _LOOKS or name.startswith(("is_", "sym_")):
         return Kind.LOOK
     if name.startswith(("_foreach_", "_fused_")):

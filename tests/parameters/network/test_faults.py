@@ -21,7 +21,7 @@ __all__ = ["network"]
 NewCluster = Callable[..., Cluster]
 
 PROGRAM = "tests.parameters.network.task_program"
-FAST = {"heartbeat_s": 0.2, "num_missed": 7}
+FAST = {"heartbeat_s": 0.2, "num_missed": 15}
 
 
 @contextlib.contextmanager
