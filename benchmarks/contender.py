@@ -122,18 +122,27 @@ def _divide(sg: Any, size: int) -> None:
     sg.config.set_logical_device_configuration("cpu:0", [sg.config.LogicalDeviceConfiguration()] * size)
 
 
-def _distributed_step(strategy: Any, workload: Workload) -> Callable[[], float]:
-    with strategy.scope():
-        model, optimizer = build(workload)
-    batches = iter(strategy.distribute(_again(workload.make_batch())))
+def train_step(
+    workload: Workload, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The step that strategies run: one update for one batch."""
 
-    def train(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         loss = workload.loss(model, inputs, targets)
         loss.backward()
         optimizer.step()
         return loss
 
+    return step
+
+
+def _distributed_step(strategy: Any, workload: Workload) -> Callable[[], float]:
+    with strategy.scope():
+        model, optimizer = build(workload)
+    batches = iter(strategy.distribute(_again(workload.make_batch())))
+
+    train = train_step(workload, model, optimizer)
     return lambda: strategy.reduce("mean", strategy.run(train, args=next(batches))).item()
 
 

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 import stratagem as sg
-from benchmarks.contender import NUM_WARM_UP, PREFIX, build, make_optimizer
+from benchmarks.contender import NUM_WARM_UP, PREFIX, build, make_optimizer, train_step
 from benchmarks.measure import RESULTS
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.processes import CommandFailed, run
@@ -40,13 +40,7 @@ def custom_loop(workload: Workload, strategy: sg.Strategy, num_steps: int) -> tu
     with strategy.scope():
         model, optimizer = build(workload)
 
-    def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = workload.loss(model, inputs, targets)
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    step = train_step(workload, model, optimizer)
     moments = []
     for batch in strategy.distribute(_batches(workload, num_steps)):
         loss = strategy.reduce("mean", strategy.run(step, args=batch)).item()

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed import rpc
 
 import stratagem as sg
+from benchmarks.contender import train_step
 from benchmarks.measure import RESULTS
 from benchmarks.models import WORKLOADS
 from benchmarks.processes import run
@@ -67,14 +68,7 @@ def with_stratagem(name: str, num_steps: int, **options: Any) -> float:
             optimizer = make_optimizer(model)
         batch = workload.make_batch()
 
-        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = workload.loss(model, inputs, targets)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return _timed(strategy, step, batch, num_steps)
+        return _timed(strategy, train_step(workload, model, optimizer), batch, num_steps)
 
 
 def _timed(strategy: sg.ParameterServerStrategy, step: Callable[..., Any], args: Any, num_steps: int) -> float:

@@ -12,6 +12,7 @@ from torch import nn
 import stratagem as sg
 from stratagem.errors import StratagemWarning
 from tests.contracts.strategies_under_test import PRIVATE, ROWS, WORKERS, opened
+from tests.steps import plain_step
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -37,17 +38,6 @@ def make_batches(sizes: list[int], seed: int = 3) -> Batches:
 
 
 UNEVEN = make_batches([8, 7, 5, 8, 3, 1, 9])
-
-
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
-    def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
 
 
 Build = Callable[[], tuple[Any, Callable[..., torch.Tensor]]]

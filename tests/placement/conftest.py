@@ -30,3 +30,17 @@ def gpus(inventory: Inventory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 def where(tensor: torch.Tensor) -> str:
     """The short name of the device that a tensor is on."""
     return sg.device_of(tensor).name.removeprefix("/device:")
+
+
+def two_products(*devices: str) -> tuple[sg.Graph, torch.Tensor]:
+    """The program of the notes: the same product on two devices, summed on the CPU; its graph, and the sum."""
+    with sg.Graph() as graph:
+        products = []
+        for device in devices:
+            with sg.device(device):
+                a = sg.constant([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], shape=[2, 3])
+                b = sg.constant([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], shape=[3, 2])
+                products.append(torch.matmul(a, b))
+        with sg.device("/cpu:0"):
+            total = sg.add_n(products)
+    return graph, total

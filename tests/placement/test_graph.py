@@ -8,6 +8,7 @@ import torch
 import stratagem as sg
 from stratagem.errors import GraphError, GraphTypeError
 from stratagem.placement.graph_nodes import Kind
+from tests.placement.conftest import two_products
 
 
 @pytest.fixture(autouse=True)
@@ -26,15 +27,7 @@ def devices(graph: sg.Graph) -> dict[str, str]:
 
 
 def test_graph_names_and_places_what_it_records() -> None:
-    with sg.Graph() as graph:
-        products = []
-        for device in ("/gpu:2", "/device:GPU:3"):
-            with sg.device(device):
-                a = sg.constant([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], shape=[2, 3])
-                b = sg.constant([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], shape=[3, 2])
-                products.append(torch.matmul(a, b))
-        with sg.device("/cpu:0"):
-            total = sg.add_n(products)
+    graph, total = two_products("/gpu:2", "/device:GPU:3")
     assert names(graph) == ["Const", "Const_1", "MatMul", "Const_2", "Const_3", "MatMul_1", "AddN"]
     assert devices(graph)["MatMul_1"] == "/device:GPU:3"
     assert devices(graph)["AddN"] == "/device:CPU:0"

@@ -23,6 +23,8 @@ from stratagem.errors import (
     SessionError,
 )
 from stratagem.placement.session_places import Placer
+from tests.placement.conftest import two_products
+from tests.steps import plain_step
 
 Pair = collections.namedtuple("Pair", "first second")
 UNIFORM = functools.partial(torch.nn.init.uniform_, a=-1, b=1)
@@ -63,15 +65,7 @@ def test_parts_on_several_devices_give_what_torch_gives() -> None:
 
 
 def test_log_has_the_lines_of_the_notes(capsys: pytest.CaptureFixture[str]) -> None:
-    with sg.Graph() as graph:
-        products = []
-        for device in ("/device:GPU:2", "/device:GPU:3"):
-            with sg.device(device):
-                a = sg.constant([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], shape=[2, 3])
-                b = sg.constant([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], shape=[3, 2])
-                products.append(torch.matmul(a, b))
-        with sg.device("/cpu:0"):
-            total = sg.add_n(products)
+    graph, total = two_products("/device:GPU:2", "/device:GPU:3")
     with sg.Session(graph, config=sg.SessionConfig(log_device_placement=True)) as session:
         assert session.run(total).tolist() == [[44.0, 56.0], [98.0, 128.0]]
         session.run(total)
@@ -154,17 +148,6 @@ def test_results_are_the_callers_own() -> None:
     assert fed.tolist() == [1.0, 1.0]
 
 
-def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> object:
-    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
-
-
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -186,7 +169,7 @@ def test_traced_training_step_does_what_the_step_does(optimizer: Any, num_before
         for _ in range(2)
     ]
     models[1].load_state_dict(models[0].state_dict())
-    steps = [train_step(model, optimizer(model.parameters())) for model in models]
+    steps = [plain_step(model, optimizer(model.parameters())) for model in models]
     for step in steps * num_before:
         step(*data[0])  # type: ignore[operator]
     traced = sg.trace(steps[1], *data[0])  # type: ignore[arg-type]
@@ -284,7 +267,7 @@ def test_trace_that_keeps_tensors_is_refused_and_leaves_the_program_as_it_was() 
         sg.trace(keeping, torch.ones(2, 3))
     assert model.weight.grad.tolist() == [[1.0, 1.0, 1.0]]
     assert model.bias.grad is None
-    step = train_step(model, torch.optim.NAdam(model.parameters()))
+    step = plain_step(model, torch.optim.NAdam(model.parameters()))
     with pytest.raises(GraphError, match="NAdam makes its state in its first step, in a way that cannot be foreseen"):
         sg.trace(step, torch.ones(2, 3), torch.zeros(2, dtype=torch.int64))  # type: ignore[arg-type]
 

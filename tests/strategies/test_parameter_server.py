@@ -14,6 +14,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import NonFiniteGradientError, StratagemWarning, StrategyError
+from tests.steps import plain_step
 from tests.training.estimators import Record, one_pass
 from tests.training.estimators import batches as estimator_batches
 from tests.training.estimators import make as make_estimator
@@ -31,17 +32,6 @@ def strategy(four_cpus: None) -> Iterator[sg.ParameterServerStrategy]:
 def make_net() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
-    def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
 
 
 def batches(number: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -5,22 +5,20 @@ before anything acts on it. Does not know how messages travel (`channel`) or wha
 """
 
 import enum
-import json
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Final
 
-from stratagem.cluster import strict_json
+from stratagem.cluster import fields
+from stratagem.cluster.fields import WHOLE, Body, Check, is_flag, is_mapping, is_text, shortened
 from stratagem.errors import ProtocolError
+
+__all__ = ["Body", "Kind", "decode", "encode", "shortened"]
 
 MOST_BYTES: Final = 2**20
 MOST_VALUE_BYTES: Final = 64 * 2**10
 MOST_KEY_CHARACTERS: Final = 1024
 MOST_KEYS: Final = 1024
-_MOST_TEXT: Final = 4096
-_WHOLE: Final = 2**63
-
-Body: TypeAlias = dict[str, Any]
 
 
 class Kind(enum.IntEnum):
@@ -58,30 +56,15 @@ class Kind(enum.IntEnum):
     """What came of it; bytes of tensors follow."""
 
 
-_Check: TypeAlias = Callable[[Any], bool]
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= _MOST_TEXT
-
-
 def _whole(value: Any) -> bool:
-    return type(value) is int and -_WHOLE <= value < _WHOLE
+    return type(value) is int and -WHOLE <= value < WHOLE
 
 
 def _duration(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and 0 <= value <= 10**9
 
 
-def _flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _mapping(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _texts_of(longest: int, most: int) -> _Check:
+def _texts_of(longest: int, most: int) -> Check:
     def check(value: Any) -> bool:
         return (
             isinstance(value, list)
@@ -100,40 +83,40 @@ def _places(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, dict) and _fits(each, _PLACE) for each in value)
 
 
-def _fits(body: Body, fields: Mapping[str, _Check]) -> bool:
-    return body.keys() == fields.keys() and all(check(body[name]) for name, check in fields.items())
+def _fits(body: Body, wanted: Mapping[str, Check]) -> bool:
+    return body.keys() == wanted.keys() and all(check(body[name]) for name, check in wanted.items())
 
 
 _ENCODED: Final = -(-MOST_VALUE_BYTES // 3) * 4  # in base64
-_PLACE: Final[dict[str, _Check]] = {"task": _text, "address": _text, "machine": _text, "pid": _whole}
-_WHY: Final[dict[str, _Check]] = {"why": _text}
-_FIELDS: Final[dict[Kind, dict[str, _Check]]] = {
+_PLACE: Final[dict[str, Check]] = {"task": is_text, "address": is_text, "machine": is_text, "pid": _whole}
+_WHY: Final[dict[str, Check]] = {"why": is_text}
+_FIELDS: Final[dict[Kind, dict[str, Check]]] = {
     Kind.PING: {},
     Kind.PONG: _PLACE,
     Kind.STOP: _WHY,
     Kind.DONE: {},
     Kind.JOIN: {
-        "task": _text,
-        "cluster": _mapping,
+        "task": is_text,
+        "cluster": is_mapping,
         "jobs": _texts_of(64, 16),
-        "versions": _mapping,
-        "signature": _mapping,
-        "machine": _text,
+        "versions": is_mapping,
+        "signature": is_mapping,
+        "machine": is_text,
         "pid": _whole,
-        "incarnation": _text,
+        "incarnation": is_text,
     },
     Kind.HERE: {"tasks": _texts_of(64, 100_000)},
     Kind.READY: {"members": _places, "heartbeat_s": _duration, "num_missed": _whole},
-    Kind.REFUSED: {"why": _text, "retry": _flag},
+    Kind.REFUSED: {"why": is_text, "retry": is_flag},
     Kind.BEAT: {},
     Kind.LOST: _PLACE | _WHY,
     Kind.FENCED: _WHY,
     Kind.LEAVE: {},
-    Kind.LEFT: {"task": _text},
+    Kind.LEFT: {"task": is_text},
     Kind.FAIL: _WHY,
     Kind.REQUEST: {
         "id": _whole,
-        "operation": _text,
+        "operation": is_text,
         "keys": _texts_of(MOST_KEY_CHARACTERS, MOST_KEYS),
         "values": _texts_of(_ENCODED, MOST_KEYS),
         "amount": _whole,
@@ -141,20 +124,20 @@ _FIELDS: Final[dict[Kind, dict[str, _Check]]] = {
     },
     Kind.REPLY: {
         "id": _whole,
-        "status": _text,
+        "status": is_text,
         "values": _texts_of(_ENCODED, MOST_KEYS),
         "number": _whole,
-        "message": _text,
+        "message": is_text,
     },
-    Kind.CALL: {"id": _whole, "call": _text, "about": _mapping, "sizes": _sizes},
-    Kind.RETURN: {"id": _whole, "error": _text, "message": _text, "about": _mapping, "sizes": _sizes},
+    Kind.CALL: {"id": _whole, "call": is_text, "about": is_mapping, "sizes": _sizes},
+    Kind.RETURN: {"id": _whole, "error": is_text, "message": is_text, "about": is_mapping, "sizes": _sizes},
 }
 
 
 def encode(kind: Kind, body: Body) -> bytes:
     """A message as bytes; refuses what the other side would refuse."""
-    _check(kind, body)
-    encoded = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    fields.check(body, _FIELDS[kind], f"a {kind.name} message")
+    encoded = fields.write(body)
     if len(encoded) > MOST_BYTES:
         raise ProtocolError(f"a {kind.name} message takes {len(encoded)} bytes, at most {MOST_BYTES} are allowed")
     return encoded
@@ -166,23 +149,6 @@ def decode(kind: Kind, encoded: bytes) -> Body:
     Raises:
         ProtocolError: It is not JSON, or not of this kind.
     """
-    try:
-        body = strict_json.read(encoded.decode())
-    except (UnicodeDecodeError, strict_json.NotJsonError):
-        raise ProtocolError(f"a {kind.name} message is not valid JSON") from None
-    _check(kind, body)
+    body = fields.read(encoded, what := f"a {kind.name} message")
+    fields.check(body, _FIELDS[kind], what)
     return dict(body)
-
-
-def shortened(text: str) -> str:
-    """A text that fits into a message."""
-    return text if len(text) <= _MOST_TEXT else text[: _MOST_TEXT - 3] + "..."
-
-
-def _check(kind: Kind, body: Any) -> None:
-    fields = _FIELDS[kind]
-    if not isinstance(body, dict) or body.keys() != fields.keys():
-        raise ProtocolError(f"a {kind.name} message has the fields {', '.join(fields) or 'none'}")
-    for name, check in fields.items():
-        if not check(body[name]):
-            raise ProtocolError(f"{name!r} of a {kind.name} message is not what it may be")

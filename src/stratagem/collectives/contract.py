@@ -5,6 +5,7 @@ Every replica calls the same operation in the same order with tensors of the sam
 summation is that of the replicas.
 """
 
+import cmath
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final
@@ -163,6 +164,15 @@ def combine(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     if op == "mean":
         total.div_(len(parts))
     return total.to(dtype)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers of a tensor are.
+
+    One number shows for many whether any is not; only then (a sum may also be too large) is it worth ten times as
+    long to look at each.
+    """
+    return cmath.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
 
 
 def _key(call: str, any_shape: bool) -> str:

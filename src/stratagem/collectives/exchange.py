@@ -13,6 +13,7 @@ from typing import final
 
 import torch
 
+from stratagem.collectives.contract import is_finite
 from stratagem.collectives.signals import Signals
 from stratagem.replicas.memory import PAGE_BYTES, Region
 
@@ -158,7 +159,7 @@ class Exchange:
         waiting, self._on_their_way = self._on_their_way, []
         for _, wait in waiting:
             wait()
-        return all(_is_finite(window) for window, _ in waiting)
+        return all(is_finite(window) for window, _ in waiting)
 
     def note_anywhere(self, present: Sequence[int]) -> None:
         """Lets the others of this machine know which segments anybody has, on any machine."""
@@ -243,8 +244,3 @@ def _add(parts: Sequence[torch.Tensor], target: torch.Tensor) -> bool:
                 block.add_(other)
         total += block.sum().item()
     return cmath.isfinite(total) or bool(target.isfinite().all())
-
-
-def _is_finite(row: torch.Tensor) -> bool:
-    """One number shows for many whether any is not finite; only then is it worth looking at each."""
-    return cmath.isfinite(row.sum().item()) or bool(row.isfinite().all())

@@ -162,7 +162,6 @@ class Sockets:
 
     def __init__(self, connections: Mapping[int, socket.socket]) -> None:
         self._connections = dict(connections)
-        self._ranks = {each.fileno(): rank for rank, each in self._connections.items()}
         self._unsent: dict[int, deque[memoryview]] = {rank: deque() for rank in self._connections}
         self._poll = select.poll()
         for each in self._connections.values():

@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 
+from stratagem.collectives.contract import is_finite
 from stratagem.parameters.board import NUM_BUCKETS
 from stratagem.parameters.journal import Saving, Target
 from stratagem.parameters.states import ELEMENTWISE, Part, StateMemory, bare_step, over, shared_part
@@ -180,3 +181,9 @@ class SharedUpdate:
 def as_gradient(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient as an optimizer applies it: rows summed and in order."""
     return gradient.coalesce() if gradient.is_sparse else gradient
+
+
+def is_finite_gradient(gradient: torch.Tensor) -> bool:
+    """Whether a gradient can be applied: all of its numbers are finite."""
+    numbers = as_gradient(gradient).values() if gradient.is_sparse else gradient
+    return not numbers.is_floating_point() or is_finite(numbers)

@@ -75,8 +75,6 @@ _MAKERS = _words("""
 _HOST_MAKERS = frozenset(("as_tensor", "asarray", "from_numpy", "from_file", "frombuffer", "from_dlpack"))
 _KNOWN: dict[Any, Kind] = {
     torch.Tensor.grad.__get__: Kind.READ_GRADIENT,  # type: ignore[union-attr]
-    torch.Tensor.backward: Kind.BACKWARD,
-    torch.autograd.backward: Kind.BACKWARD,
     torch.autograd.grad: Kind.GRADIENTS,
     torch.Tensor.to: Kind.CAST,
     torch.Tensor.cpu: Kind.TO_HOST,

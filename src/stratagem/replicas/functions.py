@@ -20,7 +20,8 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from stratagem.replicas.wire import reducers, travels_by_value
+from stratagem.errors import StratagemError, StrategyError
+from stratagem.replicas.wire import Packed, can_be_packed, pack, reducers, travels_by_value
 
 _tokens = itertools.count(1)
 _MAX_NODES = 1000
@@ -215,6 +216,51 @@ def _is_filled(cell: types.CellType) -> bool:
     except ValueError:
         return False
     return True
+
+
+def pack_for(whom: str, message: Any, reference: Callable[[Any], Any]) -> Packed:
+    """A message as it travels.
+
+    Args:
+        whom: Who it is for, in words.
+        message: Any object.
+        reference: How objects are named on the way; may refuse some.
+
+    Raises:
+        StrategyError: A part of it cannot be sent; it says which.
+    """
+    try:
+        return pack(message, reference)
+    except StratagemError:
+        raise
+    except Exception as error:
+        part, where = find_unsendable(message, lambda each: can_be_packed(each, reference))
+        raise StrategyError(
+            f"a {type(part).__name__} cannot be sent to {whom}{f' ({where})' if where else ''}: {error}. "
+            f"Make it inside the function, or leave it out"
+        ) from error
+
+
+@final
+class ReceivedFunctions:
+    """The functions that a child has been sent, as long as the controller may name them."""
+
+    def __init__(self) -> None:
+        self._functions: dict[int, Any] = {}
+
+    def take(self, prepared: tuple[int, Any]) -> Any:
+        """The function that `FunctionCache.prepare` stands for on the other side."""
+        token, function = prepared
+        if function is None:
+            return self._functions[token]
+        self._functions[token] = function
+        for old in [each for each in self._functions if each <= token - NUM_KEPT_FUNCTIONS]:
+            del self._functions[old]
+        return function
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        self._functions.clear()
 
 
 def find_unsendable(value: Any, can_be_sent: Callable[[Any], bool]) -> tuple[Any, str]:

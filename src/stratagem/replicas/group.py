@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from stratagem.devices.host import Host
-from stratagem.errors import ReplicaDiedError, ReplicaError, ReplicaStalledError, StratagemError, StrategyError
+from stratagem.errors import ReplicaDiedError, ReplicaError, ReplicaStalledError
 from stratagem.replicas.child import DONE, PRINTED
 from stratagem.replicas.contract import Channel, Children, Process
-from stratagem.replicas.functions import find_unsendable
+from stratagem.replicas.functions import pack_for
 from stratagem.replicas.launcher import ForkedChildren
 from stratagem.replicas.registry import Registry
-from stratagem.replicas.wire import Packed, can_be_packed, pack
+from stratagem.replicas.wire import Packed
 
 _STATUS_WAIT_S = 2.0
 _STOP_GRACE_S = 2.0
@@ -224,16 +224,7 @@ class ReplicaGroup:
             self._children.release()
 
     def _pack(self, message: Any, reference: Callable[[Any], Any]) -> Packed:
-        try:
-            return pack(message, reference)
-        except StratagemError:
-            raise
-        except Exception as error:
-            part, where = find_unsendable(message, lambda each: can_be_packed(each, reference))
-            raise StrategyError(
-                f"a {type(part).__name__} cannot be sent to the replicas{f' ({where})' if where else ''}: {error}. "
-                f"Make it inside the function, or leave it out"
-            ) from error
+        return pack_for("the replicas", message, reference)
 
     def _send_packed(self, replica: Replica, packed: Packed) -> None:
         # Before the first byte: whatever happens from here on, it is not idle, and older answers are not its answer.

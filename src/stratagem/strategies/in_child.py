@@ -7,7 +7,7 @@ They keep what belongs to this child: its runtimes, the functions it was sent, r
 import gc
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from stratagem.devices.device import LogicalDevice
 from stratagem.devices.serving import serve_for_life
 from stratagem.replicas import control, values
 from stratagem.replicas.child import this_child
-from stratagem.replicas.functions import NUM_KEPT_FUNCTIONS
+from stratagem.replicas.functions import ReceivedFunctions
 from stratagem.replicas.heap import keep_freed_memory
 from stratagem.replicas.memory import Region
 from stratagem.strategies.link import Meet
@@ -111,13 +111,7 @@ def run(
     for number in unwanted:
         _results.values.pop(number, None)
     runtime = _joined[key]
-    token, function = prepared
-    if function is None:
-        function = _functions[token]
-    else:
-        _functions[token] = function
-        for old in [each for each in _functions if each <= token - NUM_KEPT_FUNCTIONS]:
-            del _functions[old]
+    function = _functions.take(prepared)
     runtime.copies.receive(call.written)
     control.apply(call.changes, this_child().registry.resolve)  # type: ignore[union-attr]
     if call.seed is not None:
@@ -178,6 +172,6 @@ class _Results:
         self.next_number = 0
 
 
-_functions: dict[int, Callable[..., Any]] = {}
+_functions = ReceivedFunctions()
 _joined: dict[int, Runtime] = {}
 _results = _Results()

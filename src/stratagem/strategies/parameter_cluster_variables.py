@@ -5,7 +5,6 @@ Owns what `optimizer.step()` and sparse embeddings mean in a task that trains. H
 """
 
 import functools
-import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
@@ -18,6 +17,7 @@ from stratagem.parameters.contract import Outcome, Plain, Variable, Verdict, des
 from stratagem.parameters.network.client import ParameterClient
 from stratagem.parameters.network.states import StateOfAll
 from stratagem.parameters.partitioning import Partitioner, make_plan
+from stratagem.parameters.updates import is_finite_gradient
 from stratagem.strategies import context
 from stratagem.strategies.nonfinite import NonFinite
 
@@ -145,7 +145,7 @@ class ClusterVariables:
             for each in group["params"]
             if each.grad is not None
         }
-        bad = next((name for name, gradient in gradients.items() if not _is_finite(gradient)), None)
+        bad = next((name for name, gradient in gradients.items() if not is_finite_gradient(gradient)), None)
         if bad is not None:  # no server gets any of it: some would apply their part
             self._nonfinite.judge([(self._rank, bad)], updated=False, run_number=self.num_pushes)
             return
@@ -182,11 +182,6 @@ def _fetch_rows(client: ParameterClient, name: str, module: torch.nn.Embedding, 
     rows = inputs[0].detach().reshape(-1).to("cpu", torch.int64)
     client.wait(client.pull({name: weight}, {name: rows}))
     torch.autograd.graph.increment_version(weight)
-
-
-def _is_finite(gradient: torch.Tensor) -> bool:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return not values.is_floating_point() or math.isfinite(values.sum()) or math.isfinite(values.double().sum())
 
 
 def _named(made: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -1,7 +1,6 @@
 """What the main program calls in a worker: join a strategy, take an optimizer's state, run a step."""
 
 import os
-from collections.abc import Callable
 from typing import Any, cast
 
 from stratagem.devices.device import LogicalDevice
@@ -11,7 +10,7 @@ from stratagem.parameters.states import StateMemory
 from stratagem.parameters.variables import SharedMemoryOfShards
 from stratagem.replicas import control
 from stratagem.replicas.child import this_child
-from stratagem.replicas.functions import NUM_KEPT_FUNCTIONS
+from stratagem.replicas.functions import ReceivedFunctions
 from stratagem.replicas.heap import keep_freed_memory
 from stratagem.strategies import in_child
 from stratagem.strategies.parameter_server_worker import Answer, Call, WorkerRuntime, WorkerSettings
@@ -43,13 +42,7 @@ def take_state(key: int, name: int, memory: StateMemory, slots: GradientSlots | 
 def run(key: int, call: Call, prepared: tuple[int, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
     """Runs a step."""
     runtime: Any = in_child.runtime_of(key)
-    token, function = prepared
-    if function is None:
-        function = _functions[token]
-    else:
-        _functions[token] = function
-        for old in [each for each in _functions if each <= token - NUM_KEPT_FUNCTIONS]:
-            del _functions[old]
+    function = _functions.take(prepared)
     control.apply(call.changes, this_child().registry.resolve)  # type: ignore[union-attr]
     if call.seed is not None:
         in_child.seed_everything(seed_of(call.seed, runtime.worker))
@@ -57,4 +50,4 @@ def run(key: int, call: Call, prepared: tuple[int, Any], args: tuple[Any, ...], 
         return cast(Answer, runtime.execute(call, function, args, kwargs))
 
 
-_functions: dict[int, Callable[..., Any]] = {}
+_functions = ReceivedFunctions()

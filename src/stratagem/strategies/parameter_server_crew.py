@@ -12,13 +12,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from stratagem.errors import ReplicaDiedError, ReplicaError, StratagemError, StrategyError
+from stratagem.errors import ReplicaDiedError, ReplicaError
 from stratagem.replicas.child import DONE, PRINTED
-from stratagem.replicas.functions import FunctionCache, find_unsendable
+from stratagem.replicas.functions import FunctionCache, pack_for
 from stratagem.replicas.group import Failure
 from stratagem.replicas.launcher import ForkedChildren
 from stratagem.replicas.registry import Registry
-from stratagem.replicas.wire import can_be_packed, pack
 
 _DEPTH = 2  # steps that a worker has at a time: while it computes one, the next is there already
 _SLICE_S = 0.1
@@ -113,17 +112,7 @@ class Worker:
 
     def send(self, function: Callable[..., Any], arguments: tuple[Any, ...], reference: Any = None) -> int:
         """Sends a call; its number comes back with the answer."""
-        naming = reference or self._registry.reference
-        try:
-            packed = pack((function, arguments), naming)
-        except StratagemError:
-            raise
-        except Exception as error:
-            part, where = find_unsendable(arguments, lambda each: can_be_packed(each, naming))
-            raise StrategyError(
-                f"a {type(part).__name__} cannot be sent to the workers{f' ({where})' if where else ''}: {error}. "
-                f"Make it inside the function, or leave it out"
-            ) from error
+        packed = pack_for("the workers", (function, arguments), reference or self._registry.reference)
         self.num_calls += 1
         self.wire.send_packed(packed)
         return self.num_calls

@@ -21,12 +21,12 @@ from stratagem.errors import StrategyError
 from stratagem.parameters.consistency import BoundedStaleness, Consistency, Gate
 from stratagem.parameters.rounds import GradientSlots, Round
 from stratagem.parameters.states import StateMemory
-from stratagem.parameters.updates import SharedUpdate, as_gradient
+from stratagem.parameters.updates import SharedUpdate, as_gradient, is_finite_gradient
 from stratagem.parameters.variables import TRAINED, Held, LocalVariables, SharedMemoryOfShards, shared_view
 from stratagem.replicas import control, values
 from stratagem.replicas.child import this_child
 from stratagem.replicas.heap import give_back
-from stratagem.strategies import context
+from stratagem.strategies import buffers, context
 from stratagem.strategies.context import ReplicaContext
 from stratagem.strategies.replica_side import StrategyInReplica
 from stratagem.strategies.settings import Settings
@@ -189,11 +189,11 @@ class WorkerRuntime:
         self._begin(call.version)
         context.state.replicas.append(ReplicaContext(0, OneReplica(), self._strategy))
         self._in_step = True
-        buffers = self._held_buffers()
+        held = buffers.held_by(reference() for reference in self._given)
         try:
             args, kwargs = values.load_deferred((args, kwargs))
             result = pytree.tree_map_only(torch.Tensor, _as_it_is_now, function(*args, **kwargs))
-            self._take_in_buffers(buffers)
+            buffers.take_in(held)
             self._push_rest()
         except BaseException:
             self._forget()
@@ -267,7 +267,7 @@ class WorkerRuntime:
         if self.shared_settings.on_nonfinite == "apply":
             return True
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None and not _is_finite(gradient):
+            if gradient is not None and not is_finite_gradient(gradient):
                 name = this_child().registry.reference(parameter)  # type: ignore[union-attr]
                 self._skipped = self.variables.find(cast(int, name))[1].label
                 return False
@@ -337,25 +337,6 @@ class WorkerRuntime:
         """Parameters that the function wrote to itself."""
         return [name for name, each in self._parameters.items() if each._version != self._marks[name]]
 
-    def _held_buffers(self) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
-        return [
-            (module, key, buffer)
-            for reference in self._given
-            if isinstance(module := reference(), torch.nn.Module)
-            for key, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-
-    @torch.no_grad()
-    def _take_in_buffers(self, held: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:
-        """Takes in what the function gave modules in new tensors (`self.mean = ...`), as if it had been written."""
-        for module, key, buffer in held:
-            new = module._buffers.get(key)
-            if new is None or new is buffer or (new.shape, new.dtype) != (buffer.shape, buffer.dtype):
-                continue
-            buffer.copy_(new.clone())  # it may be a view of the buffer itself
-            module._buffers[key] = buffer
-
 
 def _joined(first: list[Any], second: list[Any]) -> list[Any]:
     """Savings of both, one for each target: the journal has one entry for each."""
@@ -365,12 +346,6 @@ def _joined(first: list[Any], second: list[Any]) -> list[Any]:
         is_range = isinstance(both, tuple)
         merged[target.number] = target, (min(both[0], what[0]), max(both[1], what[1])) if is_range else both
     return list(merged.values())
-
-
-def _is_finite(gradient: torch.Tensor) -> bool:
-    flat = gradient.values() if gradient.is_sparse else gradient
-    # The sum of finite numbers may be infinite; the exact check takes ten times as long.
-    return not flat.is_floating_point() or bool(flat.sum().isfinite()) or bool(flat.isfinite().all())
 
 
 def _as_it_is_now(value: torch.Tensor) -> torch.Tensor:

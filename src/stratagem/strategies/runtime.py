@@ -26,7 +26,7 @@ from stratagem.errors import StrategyError
 from stratagem.replicas import values
 from stratagem.replicas.heap import give_back
 from stratagem.replicas.memory import Region
-from stratagem.strategies import context, gradients
+from stratagem.strategies import buffers, context, gradients
 from stratagem.strategies.between import Between
 from stratagem.strategies.central_updates import CentralUpdate
 from stratagem.strategies.context import ReplicaContext
@@ -213,11 +213,11 @@ class Runtime:
         self.signals.enter(run.number)
         context.state.replicas.append(ReplicaContext(self.global_rank, self.collective, self.strategy))
         context.current_runs.append(self)
-        buffers = self._held_buffers()
+        held = buffers.held_by(self.distributed())
         try:
             args, kwargs = self._brought(values.load_deferred((args, kwargs)), self.device)
             result = self._brought(function(*args, **kwargs), torch.device("cpu"))
-            self._take_in_buffers(buffers)
+            buffers.take_in(held)
             self._finish()
             self.busy_s = time.monotonic() - start - (self.signals.waited_s - waited_s)
             self.signals.leave()
@@ -313,25 +313,6 @@ class Runtime:
             return value
         return pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), value)
 
-    def _held_buffers(self) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
-        return [
-            (module, key, buffer)
-            for module in self.distributed()
-            if isinstance(module, torch.nn.Module)
-            for key, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-
-    @torch.no_grad()
-    def _take_in_buffers(self, held: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) -> None:
-        """Takes in what the function gave modules in new tensors (`self.mean = ...`), as if it had been written."""
-        for module, key, buffer in held:
-            new = module._buffers.get(key)
-            if new is None or new is buffer or _form(new) != _form(buffer):
-                continue
-            buffer.copy_(new.clone())  # it may be a view of the buffer itself
-            module._buffers[key] = buffer
-
     def _finish(self) -> None:
         """Brings everything that a run may have changed to one state in all replicas."""
         self.unsettled = self.settings.total > 1 and self.copies.settle(self._share)
@@ -340,10 +321,6 @@ class Runtime:
 def _have_cores_of_their_own(devices: Sequence[LogicalDevice]) -> bool:
     cores = [core for device in devices for core in device.cores]
     return all(device.cores for device in devices) and len(set(cores)) == len(cores)
-
-
-def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _follow(optimizer: torch.optim.Optimizer) -> None:

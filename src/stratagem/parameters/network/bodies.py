@@ -4,23 +4,21 @@ A body is a JSON object with exactly the fields of its kind. What breaks a rule 
 owns how plans and optimizers are written, since they travel in bodies; tensors never do.
 """
 
-import json
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 
-from stratagem.cluster import strict_json
+from stratagem.cluster import fields
+from stratagem.cluster.fields import WHOLE, Body, Check, is_flag, is_mapping, is_text, shortened
 from stratagem.errors import ParameterError, ProtocolError
 from stratagem.parameters.contract import OptimizerSpec, Piece, Plain, ShardPlan, Variable
 from stratagem.parameters.network.frames import MOST_PAYLOAD_BYTES, MOST_SHARD_BYTES, Kind
 
-Body: TypeAlias = dict[str, Any]
+__all__ = ["Body", "decode", "done", "encode", "shortened"]
 
-_MOST_TEXT: Final = 4096
 _MOST_DIMENSIONS: Final = 64
-_WHOLE: Final = 2**63
 _DTYPES: Final = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -29,34 +27,20 @@ _DTYPES: Final = {
     )
 }
 
-_Check: TypeAlias = Callable[[Any], bool]
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= _MOST_TEXT
-
 
 def _count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _WHOLE
+    return type(value) is int and 0 <= value < WHOLE
 
 
-def _flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _mapping(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _maybe(check: _Check) -> _Check:
+def _maybe(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
-def _list_of(check: _Check) -> _Check:
+def _list_of(check: Check) -> Check:
     return lambda value: isinstance(value, list) and all(map(check, value))
 
 
-def _row_of(*checks: _Check) -> _Check:
+def _row_of(*checks: Check) -> Check:
     return lambda value: (
         isinstance(value, list)
         and len(value) == len(checks)
@@ -65,21 +49,21 @@ def _row_of(*checks: _Check) -> _Check:
 
 
 def _counts_by_text(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_text, value)) and all(map(_count, value.values()))
+    return isinstance(value, dict) and all(map(is_text, value)) and all(map(_count, value.values()))
 
 
 def _plain(value: Any) -> bool:
     if isinstance(value, list):
         return len(value) <= _MOST_DIMENSIONS and all(type(each) in (bool, int, float) for each in value)
-    return value is None or _text(value) or (type(value) in (bool, int, float) and math.isfinite(value))
+    return value is None or is_text(value) or (type(value) in (bool, int, float) and math.isfinite(value))
 
 
 def _options(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_text, value)) and all(map(_plain, value.values()))
+    return isinstance(value, dict) and all(map(is_text, value)) and all(map(_plain, value.values()))
 
 
-_VARIABLE: Final = _row_of(_text, _list_of(_count), _DTYPES.__contains__, _flag, _flag)
-_OPTIMIZER: Final = _row_of(_text, _list_of(_row_of(_list_of(_text), _options)))
+_VARIABLE: Final = _row_of(is_text, _list_of(_count), _DTYPES.__contains__, is_flag, is_flag)
+_OPTIMIZER: Final = _row_of(is_text, _list_of(_row_of(_list_of(is_text), _options)))
 LIKE: Final = "like"
 SCALAR: Final = "scalar"
 
@@ -89,18 +73,18 @@ def _form(value: Any) -> bool:
     return value in (LIKE, SCALAR) or (type(value) in (bool, int, float) and math.isfinite(value))
 
 
-_SAVED: Final = _list_of(_row_of(_count, _text, _text, _form))
+_SAVED: Final = _list_of(_row_of(_count, is_text, is_text, _form))
 
-_FIELDS: Final[dict[Kind, dict[str, _Check]]] = {
+_FIELDS: Final[dict[Kind, dict[str, Check]]] = {
     Kind.ATTACH: {
-        "task": _text,
-        "cluster": _mapping,
-        "jobs": _list_of(_text),
-        "versions": _mapping,
-        "signature": _mapping,
-        "machine": _text,
+        "task": is_text,
+        "cluster": is_mapping,
+        "jobs": _list_of(is_text),
+        "versions": is_mapping,
+        "signature": is_mapping,
+        "machine": is_text,
         "pid": _count,
-        "incarnation": _text,
+        "incarnation": is_text,
     },
     Kind.DEFINE: {
         "variables": _list_of(_VARIABLE),
@@ -108,34 +92,34 @@ _FIELDS: Final[dict[Kind, dict[str, _Check]]] = {
         "shard": _count,
         "optimizers": _list_of(_OPTIMIZER),
         "max_staleness": _maybe(_count),
-        "has_values": _flag,
-        "is_open": _flag,
+        "has_values": is_flag,
+        "is_open": is_flag,
     },
-    Kind.PULL: {"names": _maybe(_list_of(_text)), "rows": _list_of(_row_of(_text, _count))},
+    Kind.PULL: {"names": _maybe(_list_of(is_text)), "rows": _list_of(_row_of(is_text, _count))},
     Kind.PUSH: {
         "number": _count,
         "version": _count,
         "optimizer": _count,
         "options": _maybe(_list_of(_options)),
-        "gradients": _list_of(_row_of(_text, _maybe(_count), _text)),
-        "assigned": _list_of(_text),
-        "then_pull": _flag,
+        "gradients": _list_of(_row_of(is_text, _maybe(_count), is_text)),
+        "assigned": _list_of(is_text),
+        "then_pull": is_flag,
     },
     Kind.STATE: {"up_to": _counts_by_text},
     Kind.LOAD: {"version": _count, "saved": _SAVED},
     Kind.HOLD: {},
     Kind.DONE: {
         "version": _count,
-        "verdict": _text,
+        "verdict": is_text,
         "staleness": _count,
-        "reason": _text,
+        "reason": is_text,
         "lives": _counts_by_text,
         "saved": _SAVED,
     },
-    Kind.FAILED: {"why": _text, "retry": _flag},
+    Kind.FAILED: {"why": is_text, "retry": is_flag},
     Kind.BEAT: {},
-    Kind.LEAVE: {"is_done": _flag},
-    Kind.FENCED: {"why": _text},
+    Kind.LEAVE: {"is_done": is_flag},
+    Kind.FENCED: {"why": is_text},
 }
 
 
@@ -145,8 +129,8 @@ def encode(kind: Kind, body: Body) -> bytes:
     Raises:
         ParameterError: There are more or longer names than fit into one frame.
     """
-    _check(kind, body)
-    encoded = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    fields.check(body, _fields_of(kind), f"a {kind.name} body")
+    encoded = fields.write(body)
     if len(encoded) > MOST_PAYLOAD_BYTES:
         raise ParameterError(
             f"the description of the variables takes {len(encoded)} bytes, at most {MOST_PAYLOAD_BYTES} are sent; "
@@ -161,22 +145,14 @@ def decode(kind: Kind, encoded: bytes) -> Body:
     Raises:
         ProtocolError: It is not JSON, or not of this kind.
     """
-    try:
-        body = strict_json.read(encoded.decode())
-    except (UnicodeDecodeError, strict_json.NotJsonError):
-        raise ProtocolError(f"the body of a {kind.name} frame is not valid JSON") from None
-    _check(kind, body)
+    body = fields.read(encoded, f"the body of a {kind.name} frame")
+    fields.check(body, _fields_of(kind), f"a {kind.name} body")
     return dict(body)
 
 
 def done(**fields: Any) -> Body:
     """The body of an answer; what is not given is empty."""
     return {"version": 0, "verdict": "", "staleness": 0, "reason": "", "lives": {}, "saved": []} | fields
-
-
-def shortened(text: str) -> str:
-    """A text that fits into a body."""
-    return text if len(text) <= _MOST_TEXT else text[: _MOST_TEXT - 3] + "..."
 
 
 def plan_to_body(plan: ShardPlan) -> Body:
@@ -240,12 +216,7 @@ def options_from_body(options: Mapping[str, Any]) -> dict[str, Plain]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
 
 
-def _check(kind: Kind, body: Any) -> None:
-    fields = _FIELDS.get(kind)
-    if fields is None:
+def _fields_of(kind: Kind) -> Mapping[str, Check]:
+    if kind not in _FIELDS:
         raise ProtocolError(f"a {kind.name} frame has no body")
-    if not isinstance(body, dict) or body.keys() != fields.keys():
-        raise ProtocolError(f"a {kind.name} body has the fields {', '.join(fields) or 'none'}")
-    for name, check in fields.items():
-        if not check(body[name]):
-            raise ProtocolError(f"{name!r} of a {kind.name} body is not what it may be")
+    return _FIELDS[kind]

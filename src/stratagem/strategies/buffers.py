@@ -1,0 +1,34 @@
+"""Buffers that a step gives its modules anew (`self.mean = ...`), as if it had written to those that they had."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+Held = tuple[torch.nn.Module, str, torch.Tensor]
+
+
+def held_by(objects: Iterable[Any]) -> list[Held]:
+    """The buffers of the modules among some objects, before a step."""
+    return [
+        (module, key, buffer)
+        for module in objects
+        if isinstance(module, torch.nn.Module)
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+
+@torch.no_grad()
+def take_in(held: Sequence[Held]) -> None:
+    """Writes what modules hold now, in new tensors of the same form, into the buffers that they held."""
+    for module, key, buffer in held:
+        new = module._buffers.get(key)
+        if new is None or new is buffer or _form(new) != _form(buffer):
+            continue
+        buffer.copy_(new.clone())  # it may be a view of the buffer itself
+        module._buffers[key] = buffer
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
