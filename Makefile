@@ -45,6 +45,7 @@ bench: $(READY)  ## Measure; tables on the screen, figures in benchmarks/results
 	@$(RUN)/python -m benchmarks.cluster
 	@$(RUN)/python -m benchmarks.estimator
 	@$(RUN)/python -m benchmarks.keras_fit
+	@$(RUN)/python -m benchmarks.parameter_server
 	@$(RUN)/python -m benchmarks.parameter_network
 	@$(RUN)/python -m benchmarks.sessions
 	@$(RUN)/python -m benchmarks.placement
