@@ -10,6 +10,7 @@ from stratagem.devices import inventory as inventory_module
 from stratagem.devices.device import LogicalDeviceConfiguration
 from stratagem.devices.inventory import Inventory
 from stratagem.replicas import launcher
+from tests.cluster import nursery
 from tests.guards import adopt_orphans, nothing_left_behind
 
 __all__ = ["nothing_left_behind"]
@@ -39,6 +40,13 @@ def fork_server() -> Iterator[None]:
     launcher.acquire()
     yield
     launcher.release()
+
+
+@pytest.fixture(scope="session")
+def forked_tasks() -> Iterator[None]:
+    """Lets tasks of clusters be forked from one process, for the same reason."""
+    with nursery.opened():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -51,13 +51,12 @@ def test_custom_loop_baseline_learns(baseline: tuple[list[float], list[float]]) 
     assert accuracies[-1] > 95
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("num_devices", [1, 3])  # the notebook has 2
 def test_custom_loop_has_the_losses_of_the_baseline(
     num_devices: int, baseline: tuple[list[float], list[float]]
 ) -> None:
-    losses, accuracies = epochs_of(run_example("custom_loop_distributed.py", "--devices", str(num_devices)))
-    assert losses == pytest.approx(baseline[0], abs=2e-4)
-    assert accuracies[-1] > 95
+    shown = run_example("custom_loop_distributed.py", "--devices", str(num_devices), "--epochs", "4")
+    assert epochs_of(shown)[0] == pytest.approx(baseline[0][:4], abs=2e-4)
 
 
 @pytest.mark.parametrize("name", ["custom_loop", "estimator", "keras"])
@@ -135,11 +134,11 @@ def keras_baseline() -> tuple[list[float], list[float]]:
 
 
 def test_keras_has_the_losses_of_the_baseline(keras_baseline: tuple[list[float], list[float]]) -> None:
-    losses, accuracies = epochs_of(run_example("keras_distributed.py", "--devices", "2"))
-    assert losses == pytest.approx(keras_baseline[0], abs=1e-3)
-    assert accuracies == pytest.approx(keras_baseline[1], abs=0.6)
-    assert len(losses) == 8
-    assert accuracies[-1] > 95
+    assert len(keras_baseline[0]) == 8
+    assert keras_baseline[1][-1] > 95
+    losses, accuracies = epochs_of(run_example("keras_distributed.py", "--devices", "2", "--epochs", "3"))
+    assert losses == pytest.approx(keras_baseline[0][:3], abs=1e-3)
+    assert accuracies == pytest.approx(keras_baseline[1][:3], abs=0.6)
 
 
 @pytest.mark.parametrize("kind", ["baseline", "distributed"])
@@ -170,11 +169,11 @@ def test_demo_shows_that_replicas_agree_and_saves_a_picture(tmp_path: Path) -> N
     from matplotlib.image import imread
 
     output = tmp_path / "demo.png"
-    text = run_example("demo.py", "--epochs", "12", "--output", str(output))
+    text = run_example("demo.py", "--epochs", "6", "--output", str(output))
     rows = re.findall(r"^ *(one device|\d replicas) +(\S+)% +([\d,]+) +(\S+) x? +(\S+) +(\S+) *$", text, re.MULTILINE)
     assert [name for name, *_ in rows] == ["one device", "2 replicas", "4 replicas"]
     for _, accuracy, examples_per_s, _, final_loss, difference in rows:
-        assert float(accuracy) > 95
+        assert float(accuracy) > 85
         assert float(examples_per_s.replace(",", "")) > 0
         assert float(final_loss) == pytest.approx(float(rows[0][4]), abs=1e-4)
         assert difference == "-" or float(difference) < 1e-4

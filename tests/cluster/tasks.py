@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.cluster import nursery
+
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 40.0
 
@@ -21,12 +23,12 @@ class TaskProcess:
     """One process that runs `task_program` or another like it, here or on another machine."""
 
     def __init__(self, prefix: Sequence[str] = (), program: str = "tests.cluster.task_program") -> None:
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-        )
+        self.process: subprocess.Popen[bytes] | nursery.Forked
+        if nursery.current is not None and not prefix:
+            self.process = nursery.current.start(program)
+        else:
+            command = [*prefix, sys.executable, "-m", program]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
         self._unread = b""
 
     @property

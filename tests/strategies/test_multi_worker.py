@@ -13,6 +13,8 @@ import stratagem as sg
 from stratagem.cluster import membership, token
 from stratagem.cluster.simple import SimpleResolver
 from stratagem.errors import ClusterJoinError, StratagemWarning, StrategyError
+from stratagem.strategies import agreement
+from stratagem.strategies import workers as workers_module
 from tests.cluster.tasks import TaskProcess, free_ports, workers
 from tests.faults import worker_program
 
@@ -91,8 +93,34 @@ def test_a_resolver_is_checked() -> None:
         sg.MultiWorkerMirroredStrategy(["cpu:0"], cluster_resolver="TF_CONFIG")
 
 
+def test_options_of_an_optimizer_are_compared_by_what_they_say_in_any_process() -> None:
+    def optimizer() -> torch.optim.Optimizer:
+        def decay(step: int) -> float:
+            return 1 / step
+
+        made = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        made.param_groups[0].update(decay=decay, names={f"name {number}" for number in range(9)}, rate=torch.ones(2))
+        return made
+
+    said = agreement.settings_of(optimizer())
+    assert said == agreement.settings_of(optimizer())  # though its function is another, at another place
+    assert "decay" in said
+    assert "'rate': [1.0, 1.0]" in said
+    other = optimizer()
+    other.param_groups[0]["names"].add("another")
+    assert agreement.settings_of(other) != said
+
+
+def test_tensors_that_travel_together_are_of_one_type_and_not_too_many() -> None:
+    small, wide = torch.zeros(2), torch.zeros(2, dtype=torch.float64)
+    large = torch.zeros(2**20)
+    packets = list(workers_module._packed([small, small, wide, large, small, large, small]))
+    assert [[each.numel() for each in packet] for packet in packets] == [[2, 2], [2], [2**20], [2], [2**20], [2]]
+    assert list(workers_module._packed([])) == []
+
+
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[TaskProcess]]:
+def two(forked_tasks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[TaskProcess]]:
     """Two workers, the first with two replicas and the second with one."""
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         path = tmp_path_factory.mktemp("cluster") / "token"
@@ -119,6 +147,15 @@ def test_each_worker_knows_its_place(two: list[TaskProcess]) -> None:
     assert ask_both(two, "worker.strategy.is_chief") == [True, False]
     assert ask_both(two, "worker.strategy.global_rank") == [0, 2]
     assert ask_both(two, "worker.strategy.cluster_resolver.task_id") == [0, 1]
+
+
+def test_a_second_strategy_in_one_program_is_refused(two: list[TaskProcess]) -> None:
+    two[1].send("sg.MultiWorkerMirroredStrategy(cluster_resolver=worker.strategy.cluster_resolver)")
+    kind, message = two[1].error()
+    assert kind == "StrategyError"
+    assert "by the MultiWorkerMirroredStrategy of " in message
+    assert "worker_program.py:" in message
+    assert "close() it first" in message
 
 
 def test_workers_of_different_size_train_as_one(two: list[TaskProcess]) -> None:
