@@ -1,4 +1,4 @@
-"""Compares parameter servers over ZeroMQ with one on torch.distributed.rpc, and judges the targets.
+"""Compares parameter servers of a cluster with one on torch.distributed.rpc, and judges the targets.
 
 Two workers and one server on loopback, each worker with half of the batch. The peer is written in the way of PyTorch's
 tutorial on batch updates: a worker sends its gradients and gets the updated parameters back, in one call; the server
@@ -35,6 +35,7 @@ from stratagem.cluster.launch.ports import Ports
 from stratagem.parameters.network.compression import Compression
 
 MODELS = ("mlp", "transformer", "wide")
+CONTENDERS = ("memory", "frames", "rpc")  # rpc, too, goes through memory on one machine
 NUM_WORKERS = 2
 _NUM_STEPS = {"mlp": 40, "transformer": 10, "wide": 6}
 _TIMEOUT_S = 240.0
@@ -44,9 +45,9 @@ _CHUNK_BYTES = 2**20
 # The contenders, each in processes of its own
 
 
-def zmq_worker(model: str, folder: Path) -> None:
-    """A task of `stratagem run --workers 2 --ps 1`."""
-    with sg.ParameterServerStrategy() as strategy:
+def zmq_worker(model: str, folder: Path, *, shares_memory: bool) -> None:
+    """A task of `stratagem run --workers 2 --ps 1`; tensors go through memory, or in frames as between machines."""
+    with sg.ParameterServerStrategy(shares_memory=shares_memory) as strategy:
         workload = WORKLOADS[model]
         with strategy.scope():
             net, optimizer = build(workload)
@@ -141,9 +142,9 @@ def measure(contender: str, model: str) -> float:
     """Examples per second of all workers together, in one run."""
     with tempfile.TemporaryDirectory() as folder:
         own = [sys.executable, "-m"]
-        if contender == "zmq":
+        if contender != "rpc":
             launcher = ["stratagem", "run", "--workers", str(NUM_WORKERS), "--ps", "1", "-m"]
-            _run([[*own, *launcher, "benchmarks.parameter_network", "--as", "zmq", model, folder]], {})
+            _run([[*own, *launcher, "benchmarks.parameter_network", "--as", contender, model, folder]], {})
         else:
             ports = Ports("127.0.0.1")
             port = ports.pick().rpartition(":")[2]
@@ -282,35 +283,40 @@ def _train_compressed(way: Compression | None, num_steps: int) -> tuple[float, i
 def main() -> None:
     """Measures, prints the tables, writes the files; or is one of the contenders."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--as", dest="contender", choices=("zmq", "rpc"))
+    parser.add_argument("--as", dest="contender", choices=CONTENDERS)
     parser.add_argument("model", nargs="?")
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    if options.contender == "zmq":
-        zmq_worker(options.model, options.folder)
-        return
     if options.contender == "rpc":
         rpc_process(options.model, options.rank, options.folder)
         return
+    if options.contender:
+        zmq_worker(options.model, options.folder, shares_memory=options.contender == "memory")
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that no run is left behind
     models = options.models.split(",")
-    speeds: dict[tuple[str, str], list[float]] = {(model, who): [] for model in models for who in ("zmq", "rpc")}
+    speeds: dict[tuple[str, str], list[float]] = {(model, who): [] for model in models for who in CONTENDERS}
     for round_number in range(options.rounds):
         for model in models:
-            for who in ("zmq", "rpc") if round_number % 2 == 0 else ("rpc", "zmq"):
+            for who in CONTENDERS if round_number % 2 == 0 else reversed(CONTENDERS):
                 speeds[model, who].append(measure(who, model))
     rows, targets = [], []
     for model in models:
-        ours, theirs = (statistics.median(speeds[model, who]) for who in ("zmq", "rpc"))
-        ratios = [one / other for one, other in zip(speeds[model, "zmq"], speeds[model, "rpc"], strict=True)]
-        rows.append([model, f"{ours:.1f}", f"{theirs:.1f}"])
-        what = f"examples/s of rpc, {model}, 2 workers, 1 ps"
-        targets.append(Target(what, ours / theirs, 1.0, spread=(min(ratios), max(ratios))))
+        middle = {who: statistics.median(speeds[model, who]) for who in CONTENDERS}
+        rows.append([model, *(f"{each:.1f}" for each in middle.values())])
+        for who in CONTENDERS[:-1]:
+            ratios = [one / other for one, other in zip(speeds[model, who], speeds[model, "rpc"], strict=True)]
+            what = f"examples/s of rpc, {model}, tensors in {who}"
+            targets.append(Target(what, middle[who] / middle["rpc"], 1.0, spread=(min(ratios), max(ratios))))
     tables = [
-        ("Parameter servers between machines, on loopback", ("model", "ZeroMQ, examples/s", "rpc, examples/s"), rows),
+        (
+            "Parameter servers between machines, on loopback",
+            ("model", *(f"{who}, examples/s" for who in CONTENDERS)),
+            rows,
+        ),
         ("Targets", TARGET_COLUMNS, [each.cells() for each in targets]),
         ("Sealing", ("way", "MB/s"), sealing()),
         ("Compression", ("gradients", "loss after 150 steps", "kB per step"), compression()),

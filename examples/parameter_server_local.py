@@ -1,8 +1,8 @@
 """Trains a small network on handwritten digits asynchronously: workers update shared parameters, each at its own pace.
 
-The loop is that of `custom_loop_distributed.py`. `run` returns before its step is done, so results are kept and read at
-the end of an epoch; reading one at once would let a single worker compute at a time. One worker is killed on the way:
-its step is given to another, and a new worker takes its place.
+The loop is that of `custom_loop_distributed.py`. `run` returns before its step is done, and so does `reduce`: losses
+are read at the end of an epoch, and all workers compute meanwhile. One worker is killed on the way: its step is given
+to another, and a new worker takes its place.
 
 python examples/parameter_server_local.py [--workers 2] [--epochs 6] [--max-staleness 4]
 """
@@ -38,22 +38,22 @@ def main() -> None:
             model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
             optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
-        def step(images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+        def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()
             optimizer.step()
-            return loss, os.getpid()
+            return loss
 
         for epoch in range(options.epochs):
-            results = [strategy.run(step, args=batch) for batch in strategy.distribute(loader)]
-            losses = [strategy.reduce("mean", loss).item() for loss, _ in results]
+            total = 0.0
+            for batch in strategy.distribute(loader):
+                total += strategy.reduce("mean", strategy.run(step, args=batch))
             with torch.no_grad():
                 accuracy = (model(test_images).argmax(dim=1) == test_labels).float().mean().item()
-            print(f"epoch {epoch + 1:2}: loss {sum(losses) / len(losses):.4f}, test accuracy {accuracy:.1%}")
+            print(f"epoch {epoch + 1:2}: loss {total / len(loader):.4f}, test accuracy {accuracy:.1%}")
             if epoch == 1:
-                (_, pid) = strategy.local_results(results[-1])[0]
-                os.kill(pid, signal.SIGKILL)
+                os.kill(strategy.local_results(strategy.run(os.getpid))[0], signal.SIGKILL)
                 print("killed a worker")
 
 

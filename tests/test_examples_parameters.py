@@ -19,6 +19,14 @@ def test_local_training_survives_a_killed_worker_and_learns() -> None:
     assert sum(map(int, re.findall(r"worker \d+: (\d+) pushes", text))) == 4 * 44
 
 
+def test_keras_learns_and_pushes_once_for_each_batch() -> None:
+    text = run_example("parameter_server_keras.py", "--epochs", "2")
+    losses, accuracies = epochs_of(text)
+    assert losses[1] < losses[0]
+    assert accuracies[-1] > 75
+    assert sum(map(int, re.findall(r"worker \d+: (\d+) pushes", text))) == 2 * 44
+
+
 def test_embeddings_learn() -> None:
     text = run_example("parameter_server_embeddings.py", "--rows", "100000", "--steps", "120")
     first, last = map(float, re.findall(r"loss of the first steps (\S+), of the last (\S+)", text)[0])

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from stratagem.placement.graph import reset_default_graph as reset_default_graph
     from stratagem.placement.session_config import GPUOptions as GPUOptions
     from stratagem.placement.session_config import SessionConfig as SessionConfig
+    from stratagem.placement.trace import TensorSpec as TensorSpec
     from stratagem.placement.trace import trace as trace
     from stratagem.replicas.values import PerReplica as PerReplica
     from stratagem.strategies.batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
@@ -122,6 +123,7 @@ _NAMES = {
     "placeholder": "placement.graph",
     "reset_default_graph": "placement.graph",
     "scale_learning_rate": "training.learning_rates",
+    "TensorSpec": "placement.trace",
     "trace": "placement.trace",
 }
 

@@ -51,8 +51,12 @@ class Machine:
         """Nothing goes any more; what is sent to it still comes."""
         _run(*self.prefix, "tc", "qdisc", "replace", "dev", "eth0", "root", "blackhole")
 
+    def part_from(self, other: "Machine") -> None:
+        """Nothing goes from here to one other machine any more; to the rest it does."""
+        _ip("-n", self.name, "route", "add", "blackhole", other.address)
+
     def heal(self) -> None:
-        """Undoes all of these."""
+        """Undoes all of these but the last."""
         _ip("-n", self.switch, "link", "set", self.port, "up")
         for where, device in ((self.switch, self.port), (self.name, "eth0")):
             _run("ip", "netns", "exec", where, "tc", "qdisc", "del", "dev", device, "root", check=False)

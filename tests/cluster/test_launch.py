@@ -255,6 +255,25 @@ def test_failure_of_one_task_ends_all_and_names_the_cause(launch: Launch) -> Non
     assert [path.name for path in folder.iterdir()] == ["logs"], "only the logs outlive a run that failed"
 
 
+ALL_FAIL = """
+import atexit
+if index == 0:  # fails as the other does, and has said so when that ends, but has not ended itself
+    atexit.register(signal.pause)
+    atexit.register(note, "shown")
+else:
+    await_note("worker-0.shown")
+raise ValueError("bad row 812")
+"""
+
+
+def test_failure_of_all_tasks_alike_is_that_of_the_one_that_was_shown(launch: Launch) -> None:
+    outcome = launch(ALL_FAIL, num_workers=2)
+    (failure,) = outcome.failures
+    assert failure.describe() == "worker/0 failed: ValueError: bad row 812"
+    assert failure.shown  # so that it is not shown again
+    assert launch.err.getvalue().decode().count("ValueError: bad row 812") == 1
+
+
 def test_exit_code_is_the_one_of_the_program(launch: Launch) -> None:
     outcome = launch("print('going'); sys.exit(7)", num_workers=1)
     assert outcome.code == 7

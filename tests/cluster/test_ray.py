@@ -180,7 +180,7 @@ def test_what_a_replica_prints_and_raises_comes_here_and_the_strategy_goes_on(
     with on_ray() as strategy:
         step = build(strategy)
         for number in (0, 1):
-            with pytest.raises(CollectiveError, match="replicas 0 and 1 do not take part in the same exchange"):
+            with pytest.raises(CollectiveError, match="replica 0 and replica 1 do not take part in the same exchange"):
                 strategy.run(too_often, args=(number,))
             with pytest.raises(ValueError, match=r"^bad row 812") as caught:
                 strategy.run(fail, args=(number,))

@@ -2,8 +2,13 @@
 
 import contextlib
 import json
+import os
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +77,32 @@ def test_local_server_runs_the_program_of_the_notes(server: sg.Server) -> None:
         assert session.run(c) == "hello, distributed stratagem"
 
 
+def test_program_that_closes_nothing_ends_well(tmp_path: Path) -> None:
+    """As those of the notes; a thread that is in torch at that moment would take the process down."""
+    program = """
+import stratagem as sg
+c = sg.constant("hello")
+server = sg.Server.create_local_server()
+session = sg.Session(server.target)
+print(session.run(c))
+sg.Session().run(c)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
+
+
 def test_parts_run_in_the_tasks_that_were_asked_for(
     cluster: tuple[list[TaskProcess], list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with sg.Graph() as graph:
-        x = sg.placeholder(torch.float32, [2, 2], name="x")
+        x = sg.placeholder(torch.float32, [None, 2], name="x")
         with sg.device("/job:worker/task:1"):
             w = sg.get_variable("w", [2, 2], initializer=torch.nn.init.ones_)
             y = torch.tanh(x @ w)
@@ -85,15 +111,23 @@ def test_parts_run_in_the_tasks_that_were_asked_for(
         (gradient,) = torch.autograd.grad(z, [w])
         with sg.device("/job:worker/task:1/cpu:0"):
             train = sg.assign(w, w - 0.5 * gradient)
-    value = torch.tensor([[0.1, -0.2], [0.3, 0.4]])
+    rows = torch.tensor([[0.1, -0.2], [0.3, 0.4], [0.5, 0.6]])
     weights = torch.ones(2, 2, requires_grad=True)
-    with sg.Session(cluster[1][0], graph, config=sg.SessionConfig(log_device_placement=True)) as session:
-        for _ in range(3):
+    config = sg.SessionConfig(log_device_placement=True)
+    with sg.Session(cluster[1][0], graph, config=config) as session, sg.log_placement() as log:
+        for size in (3, 1, 2):
+            value = rows[:size]
             found, _ = session.run([z, train], {x: value})
             expected = (torch.tanh(value @ weights) * 2).sum()
             torch.testing.assert_close(found, expected.detach())
             weights = (weights - 0.5 * torch.autograd.grad(expected, [weights])[0]).detach().requires_grad_()
         torch.testing.assert_close(session.run(w), weights.detach())
+    product = next(record for record in log if record.operation == "MatMul" and record.file)
+    assert (product.name, product.device) == ("MatMul", "/job:worker/replica:0/task:1/device:CPU:0")
+    assert [(copy.source, copy.num_bytes) for copy in product.copies] == [("the program", 24)]
+    summed = next(record for record in log if record.name == "Mul" and record.requested)
+    assert [copy.source for copy in summed.copies] == ["/job:worker/replica:0/task:1/device:CPU:0"]
+    assert "worker/1 CPU:0" in log.table()
     lines = capsys.readouterr().out.splitlines()
     assert "w: (Variable): /job:worker/replica:0/task:1/device:CPU:0" in lines
     assert "MatMul: /job:worker/replica:0/task:1/device:CPU:0" in lines
@@ -215,6 +249,73 @@ def test_run_over_a_task_that_is_lost_names_it(token_file: Path, number: signal.
                 session.run(three, {x: [1.0, 2.0]})
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def interrupted_when(ready: Callable[[], bool], then: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Ctrl-C comes in the block as soon as something holds, and then something is done."""
+
+    def watch() -> None:
+        wait_until(ready)
+        os.kill(os.getpid(), signal.SIGINT)
+        then()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    thread.join()
+
+
+def processor_s(task: TaskProcess) -> float:
+    """How long a task has computed."""
+    fields = Path(f"/proc/{task.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_ctrl_c_ends_a_run_in_other_tasks_and_the_session_goes_on(
+    cluster: tuple[list[TaskProcess], list[str]],
+) -> None:
+    tasks, targets = cluster
+    with sg.Graph() as graph, sg.device("/job:worker/task:1"):
+        x = sg.placeholder(torch.float32, [1000, 1000])
+        w = sg.get_variable("w", initializer=0.0)
+        y = x
+        for _ in range(500):  # half a minute and more
+            y = y @ x
+        slow = sg.assign(w, w + 1 + 0 * y.sum())
+        quick = x[0, 0] + w
+    value = torch.eye(1000)
+    with sg.Session(targets[0], graph) as session:
+        assert session.run(quick, {x: value}).item() == 1.0
+        before = processor_s(tasks[1])
+        with interrupted_when(lambda: processor_s(tasks[1]) > before + 0.3):
+            session.run(slow, {x: value})
+        assert session.run(quick, {x: value}).item() == 1.0  # the same thread of the task computes it
+
+
+def test_ctrl_c_in_the_middle_of_a_call_leaves_the_connection_whole(
+    cluster: tuple[list[TaskProcess], list[str]],
+) -> None:
+    """The task has stopped, and goes on after Ctrl-C: its answer comes when nobody waits for it any more."""
+    tasks, targets = cluster
+    with sg.Graph() as graph, sg.device("/job:worker/task:1"):
+        one = sg.constant(1.0) + 1
+        w = sg.get_variable("w", [2], initializer=torch.nn.init.ones_)
+    with sg.Session(targets[0], graph) as session:
+        assert session.run(one).item() == 2.0
+        calls = session._fleet._connections["worker/1"]._calls  # type: ignore[attr-defined]
+        wait_until(lambda: not calls)
+        tasks[1].signal(signal.SIGSTOP)
+        with interrupted_when(lambda: bool(calls), lambda: tasks[1].signal(signal.SIGCONT)):
+            session.run(w)
+        assert session.run(w).tolist() == [1.0, 1.0]
+
+
 def test_target_that_is_none_is_refused(server: sg.Server, tmp_path: Path) -> None:
     graph = sg.Graph()
     with pytest.raises(ClusterSpecError, match=r"the target of a session is such as 'stratagem://10.0.0.1:2222', got"):
@@ -284,6 +385,10 @@ def test_part_is_the_same_after_its_journey() -> None:
         lambda part: part["nodes"][1].update(args=[{"code": "import os"}]),
         lambda part: part["nodes"][1].update(args=["../../etc/passwd"]),
         lambda part: part["nodes"][1].update(args=[0] * 50),
+        lambda part: part["nodes"][1].update(args=[{"size": 0}]),
+        lambda part: part.update(num_sizes=-1),
+        lambda part: part.update(num_sizes=[1]),
+        lambda part: part["inputs"][0].update(shape=[{"size": 0}]),
         lambda part: part["nodes"][1].update(kwargs={"nothing": 1}),
         lambda part: part["nodes"][1].update(num_outputs=10**9),
         lambda part: part["nodes"][1].update(kind="placeholder"),
@@ -302,6 +407,17 @@ def test_part_that_breaks_a_rule_is_refused(change: Any) -> None:
     change(about)
     with pytest.raises(ProtocolError):
         remote.decode_part(about, constants, HERE, {})
+
+
+@pytest.mark.parametrize("numbers", [[], [1, 2], [None], [-1], [2**40], [2**70], [1.5], ["1"]])
+def test_numbers_that_are_no_sizes_are_refused_before_memory_is_taken(numbers: list[Any]) -> None:
+    about, constants = described()
+    about["num_sizes"] = 1
+    about["inputs"][0]["shape"] = [{"size": 0}]
+    _, sent = remote.decode_part(about, constants, HERE, {})
+    assert sent.empty_inputs([3])[0].shape == (3,)
+    with pytest.raises(ProtocolError):
+        sent.empty_inputs(numbers)
 
 
 JSON = st.recursive(

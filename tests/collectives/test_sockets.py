@@ -1,7 +1,10 @@
 """How replicas connect by sockets: who gets in, who does not, and what happens when one goes."""
 
+import contextlib
 import hmac
+import os
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from stratagem.collectives.calling import connect_all
 from stratagem.collectives.mesh import Mesh
-from stratagem.collectives.sockets import Sockets, connect_all
+from stratagem.collectives.sockets import Sockets
 from stratagem.errors import CollectiveError
 
 PATIENCE_S = 20.0
@@ -51,17 +55,25 @@ def meshes(size: int) -> list[Mesh]:
     return [Mesh(rank, size, Sockets(each)) for rank, each in enumerate(found)]
 
 
-def test_strangers_are_turned_away_and_the_others_still_connect() -> None:
+def test_strangers_are_turned_away_and_hold_nobody_up() -> None:
+    """More of them than are kept waiting: those who say nothing, nonsense, or what they have no right to."""
     store = Store()
-    with ThreadPoolExecutor(2) as threads:
+    with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as strangers:
         first = threads.submit(connect, 0, 2, store)
-        host, port = store.get("sockets/0").split()
-        with socket.create_connection((host, int(port))) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(80, b"x"))
-            with pytest.raises(CollectiveError, match="could not connect"):
-                connect(1, 2, store, b"another secret")  # as if it were replica 1
-            second = threads.submit(connect, 1, 2, store)
-            found = [first.result(PATIENCE_S), second.result(PATIENCE_S)]
+        host, port, _ = store.get("sockets/0").split()
+        for number in range(300):
+            stranger = strangers.enter_context(socket.create_connection((host, int(port)), timeout=PATIENCE_S))
+            if number % 3:
+                stranger.sendall((b"GET / HTTP/1.1\r\n\r\n" if number % 3 == 1 else b"SGMX").ljust(72, b"\0"))
+        with pytest.raises(CollectiveError, match=r"process 1 could not connect with process 0 at 127\.0\.0\.1:"):
+            connect(1, 2, store, b"another secret", timeout_s=0.5)
+        elsewhere = Store()
+        elsewhere.set("sockets/0", f"{host} {port} {'0' * 32}")
+        with pytest.raises(CollectiveError, match="could not connect"):  # of another cluster with the same secret
+            connect(1, 2, elsewhere, timeout_s=0.5)
+        # Those who say nothing have two seconds; waited for one after the other they would take minutes.
+        second = threads.submit(connect, 1, 2, store)
+        found = [first.result(PATIENCE_S), second.result(PATIENCE_S)]
     assert [list(each) for each in found] == [[1], [0]]
     for each in found:
         Sockets(each).close()
@@ -70,20 +82,40 @@ def test_strangers_are_turned_away_and_the_others_still_connect() -> None:
 def test_who_listens_must_know_the_secret_too() -> None:
     store = Store()
     with ThreadPoolExecutor(1) as threads:
-        false = threads.submit(connect, 0, 2, store, b"another secret", timeout_s=2.0)
+        false = threads.submit(connect, 0, 2, store, b"another secret", timeout_s=1.0)
         with pytest.raises(CollectiveError, match="could not connect"):
-            connect(1, 2, store)
-        with pytest.raises(CollectiveError, match=r"process 0 waited 2 s for processes 1 to connect"):
+            connect(1, 2, store, timeout_s=0.5)
+        with pytest.raises(CollectiveError, match=r"process 0 waited 1 s for process 1 to connect with it at 127"):
             false.result(PATIENCE_S)
 
 
-def test_waiting_ends_when_attend_says_so() -> None:
+def test_who_answers_without_the_secret_is_not_believed() -> None:
+    store = Store()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        store.set("sockets/0", f"127.0.0.1 {listener.getsockname()[1]} {'0' * 32}")
+        calling = threads.submit(connect, 1, 2, store)
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(connection.recv(40, socket.MSG_WAITALL)[:4] + bytes(36))  # as rank 0
+            connection.sendall(connection.recv(32, socket.MSG_WAITALL))  # what it was sent, as its own proof
+            with pytest.raises(CollectiveError, match=r"127.0.0.1:\d+ is not process 0 of this cluster"):
+                calling.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_waiting_ends_when_attend_says_so(rank: int) -> None:
+    """For one that does not call, and for one that does not answer."""
+
     def give_up(waited_s: float) -> None:
         if waited_s > 0.3:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        connect(0, 2, Store(), attend=give_up)
+    store = Store()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        if rank:
+            store.set("sockets/0", f"127.0.0.1 {silent.getsockname()[1]} {'0' * 32}")
+        with pytest.raises(KeyboardInterrupt):
+            connect(rank, 2, store, attend=give_up)
 
 
 def test_a_replica_that_goes_ends_the_waits_of_the_others() -> None:
@@ -99,6 +131,87 @@ def test_a_replica_that_goes_ends_the_waits_of_the_others() -> None:
             second.barrier()
     finally:
         first.close()
+
+
+def test_a_wait_for_one_replica_is_attended_when_another_has_gone() -> None:
+    """Its reset connection is no news for the wait: neither an end of it, nor a reason to look again and again."""
+    first, second, third = meshes(3)
+    looks = []
+
+    def attend(waited_s: float) -> None:
+        looks.append(waited_s)
+        if waited_s > 1.0:
+            raise KeyboardInterrupt
+
+    try:
+        sockets = third._sockets
+        sockets.put(0, bytes(8))
+        sockets.flush(attend)
+        first._sockets.fill({2: bytearray(8)}, attend)
+        sockets._connections[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        third.close()
+        with pytest.raises(KeyboardInterrupt):
+            first._sockets.fill({1: bytearray(8)}, attend)
+        assert len(looks) <= 15
+    finally:
+        for mesh in (first, second, third):
+            mesh.close()
+
+
+def test_after_an_exchange_that_was_cut_short_there_is_no_other() -> None:
+    def interrupt(waited_s: float) -> None:
+        raise KeyboardInterrupt
+
+    first, second = meshes(2)
+    try:
+        first._attend = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            first.exchange("anything", b"")  # sent, and no answer waited for
+        with pytest.raises(CollectiveError, match="an earlier exchange was cut short: KeyboardInterrupt"):
+            first.exchange("anything", b"")
+    finally:
+        first.close()
+        second.close()
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(2**63, "there is no memory for 9223372036854775808 bytes"), (9, "sends 9 bytes in place of 8")],
+)
+def test_sizes_that_cannot_be_are_errors(size: int, message: str) -> None:
+    first, second = meshes(2)
+    try:
+        note = "anything" if size > 9 else "all_reduce('sum') of float32 with shape (2,)"
+        second._sockets.put(0, struct.pack("<QQ", 0, size) + note.encode().ljust(496, b"\0"))
+        second._sockets.flush(lambda _: None)
+        with pytest.raises(CollectiveError, match=message):
+            first.exchange("anything", b"") if size > 9 else first.all_reduce(torch.ones(2))
+    finally:
+        first.close()
+        second.close()
+
+
+def test_a_process_that_is_forked_lets_go_of_the_connections() -> None:
+    first, second = meshes(2)
+    numbers = [connection.fileno() for connection in first._sockets._connections.values()]
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(BaseException):
+            closed = 0
+            for number in numbers:
+                try:
+                    os.fstat(number)
+                except OSError:
+                    closed += 1
+            os._exit(closed)
+        os._exit(99)
+    try:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == len(numbers) == 1
+        with ThreadPoolExecutor(2) as threads:  # and has not ended them
+            list(threads.map(lambda mesh: mesh.barrier(), (first, second)))
+    finally:
+        first.close()
+        second.close()
 
 
 @pytest.mark.parametrize("numel", [1, 5000, 3_000_001])

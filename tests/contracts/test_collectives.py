@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed
 
+from stratagem.collectives.calling import connect_all
 from stratagem.collectives.contract import Collective
 from stratagem.collectives.mesh import Mesh
 from stratagem.collectives.one_replica import OneReplica
 from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import Signals
-from stratagem.collectives.sockets import Sockets, connect_all
+from stratagem.collectives.sockets import Sockets
 from stratagem.collectives.to_one import ToOne
 from stratagem.collectives.torch_distributed import TorchDistributed
 from stratagem.collectives.two_level import TwoLevel

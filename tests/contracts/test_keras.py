@@ -48,9 +48,13 @@ def test_fit_with_adam_clipping_and_a_step_of_ones_own_equals_one_device(strateg
     assert_equal(fit(make, strategy), fit(make, None))
 
 
-def test_whole_updates_and_averages_equal_one_device(strategy: sg.Strategy) -> None:
+def test_whole_updates_averages_sums_and_metrics_of_ones_own_equal_one_device(strategy: sg.Strategy) -> None:
     def make() -> Any:
-        return sequential(optimizer=keras.optimizers.Lamb(0.01, use_ema=True, gradient_accumulation_steps=2))
+        return sequential(
+            optimizer=keras.optimizers.Lamb(0.01, use_ema=True, gradient_accumulation_steps=2),
+            loss=keras.losses.MeanSquaredError(reduction="sum"),
+            metrics=["mae", keras_models.Largest()],
+        )
 
     assert_equal(fit(make, strategy), fit(make, None))
 
@@ -84,6 +88,7 @@ def test_what_a_callback_changes_reaches_the_replicas(strategy: sg.Strategy) -> 
             model.optimizer.learning_rate = 0.01
             model.optimizer.momentum = 0.5
             model.layers[0].kernel.assign(0.5 * model.layers[0].kernel)
+            model.layers[0].activation = keras.activations.sigmoid
 
         callback = keras.callbacks.LambdaCallback(on_epoch_end=change)
         return model, model.fit(**ARRAYS, epochs=3, verbose=0, callbacks=[callback]).history

@@ -9,6 +9,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.cluster.simple import SimpleResolver
+from stratagem.collectives import sockets
 from tests.cluster import task_program
 
 NUM_FEATURES, GLOBAL_BATCH = 6, 12
@@ -71,14 +72,17 @@ def train(num_steps: int, fail_in: int | None = None) -> list[float]:
 
 
 class TwoTypes(nn.Module):
-    """Parameters of two types, which are exchanged one after the other."""
+    """Parameters of two types, which are exchanged one after the other; some of unusual shapes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.narrow, self.wide = nn.Linear(NUM_FEATURES, 300), nn.Linear(300, 3, dtype=torch.float64)
+        self.scale, self.nothing = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, 3))
+        self.turned = nn.Parameter(torch.randn(300, NUM_FEATURES).t())
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.wide(torch.tanh(self.narrow(inputs)).double())
+        hidden = self.narrow(inputs) * self.scale + inputs @ self.turned + self.nothing.sum()
+        return self.wide(torch.tanh(hidden).double())
 
 
 def make_other_model() -> nn.Module:
@@ -143,6 +147,11 @@ def train_until_failure() -> list[Any]:
 
 def weights() -> list[list[float]]:
     return [each.detach().flatten().tolist() for each in worker.model.parameters()]
+
+
+def notice_cuts_after(seconds: float) -> None:
+    """So that a test need not wait as long as a user would."""
+    sockets._CUT_OFF_S = seconds
 
 
 def kill_own_replica() -> None:

@@ -1,6 +1,8 @@
 """A shard applies a push whole or not at all, and at most once."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import pytest
 import torch
@@ -96,8 +98,16 @@ def test_push_that_breaks_a_rule_changes_nothing(fields: dict[str, object], reas
     assert not any(value.count_nonzero() for value in shard.state_dict()["values"].values())
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])
-def test_two_shards_with_parts_of_a_variable_do_what_one_optimizer_does(kind: type[torch.optim.Adam]) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.optim.Adam,
+        functools.partial(torch.optim.Adagrad, initial_accumulator_value=0.5),
+        torch.optim.Rprop,
+        torch.optim.RMSprop,
+    ],
+)
+def test_two_shards_with_parts_of_a_variable_do_what_one_optimizer_does(kind: Any) -> None:
     torch.manual_seed(0)
     values = {"weight": torch.randn(4, 3), "table": torch.randn(10, 2)}
     plain = [torch.nn.Parameter(value.clone()) for value in values.values()]

@@ -22,7 +22,7 @@ def gpus(inventory: Inventory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     sg.config.set_soft_device_placement(False)
     assert not sg.config.get_log_device_placement()
     gc.collect()
-    assert not scopes.state.stack
+    assert not scopes.state.open
     assert _len_torch_function_stack() == 0
     inventory.simulate("GPU", 1)  # the configuration is free again
 

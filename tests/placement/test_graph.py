@@ -179,6 +179,32 @@ def test_change_of_a_part_is_refused_by_name() -> None:
             y[0] = 2.0
 
 
+def test_changes_of_parts_without_gradients_change_the_whole_and_all_other_parts() -> None:
+    def change(x: torch.Tensor) -> list[torch.Tensor]:
+        y = x * 1
+        row, column = y[1], y.T[2]
+        y[0] = 5.0
+        y[1:, 1:3].mul_(10)
+        row.add_(1)
+        column.fill_(-1)
+        y.view(12)[11] = 99.0
+        y.permute(1, 0).unsqueeze(0)[0, 0, 2] = 77.0
+        return [y, row, column]
+
+    value = torch.arange(12.0).view(3, 4)
+    with sg.Graph() as graph, torch.no_grad():
+        x = sg.placeholder(torch.float32, [3, 4])
+        changed = change(x)
+        w = sg.get_variable("w", initializer=torch.zeros(2, 4))
+        w[0] = x[1]
+        with pytest.raises(GraphError, match=r"Diagonal changes .* in place, which is part of"):
+            (x * 1).diagonal().mul_(2)
+    with sg.Session(graph) as session:
+        torch.testing.assert_close(session.run(changed, {x: value}), change(value))
+        session.run(graph.updates, {x: value})
+        assert session.run(w).tolist() == [[4.0, 5.0, 6.0, 7.0], [0.0] * 4]
+
+
 def test_tensors_of_the_program_are_changed_whole_or_not_at_all() -> None:
     parameter, buffer = torch.nn.Parameter(torch.zeros(2)), torch.zeros(2, 2)
     with sg.Graph() as graph:
@@ -212,7 +238,7 @@ def test_two_graphs_do_not_mix() -> None:
     ("wrong", "message"),
     [
         (lambda: sg.placeholder("float32", [2]), "a placeholder has a type of torch"),  # type: ignore[arg-type]
-        (lambda: sg.placeholder(torch.float32, [None, 3]), "a shape is a list of whole numbers from 0 up"),  # type: ignore[list-item]
+        (lambda: sg.placeholder(torch.float32, [None, -3]), "a shape is a list of whole numbers from 0 up"),  # type: ignore[list-item]
         (lambda: sg.constant(object()), "numbers, lists of them, arrays and tensors can be in a graph"),
         (
             lambda: sg.constant([1.0, 2.0, 3.0], shape=[2, 2]),

@@ -1,5 +1,6 @@
 """What nested scopes ask for, without running anything."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 
@@ -111,6 +112,52 @@ def test_scope_is_of_its_own_thread() -> None:
         thread.join()
         assert str(current_device()) == "/device:GPU:1"
     assert list(map(str, seen)) == ["", "/device:GPU:1"]
+
+
+def test_scopes_of_coroutines_are_their_own() -> None:
+    """They take turns inside their scopes, and leave them in another order than they came."""
+    sg.config.simulate_devices("GPU", 3)
+    turn = asyncio.Event()
+
+    async def placed(name: str, *, last: bool) -> list[str]:
+        with device(name):
+            before = sg.device_of(torch.ones(1)).name
+            if last:
+                await asyncio.sleep(0)
+                turn.set()
+                await asyncio.sleep(0)
+            else:
+                await turn.wait()
+            return [before, sg.device_of(torch.ones(1)).name]
+
+    async def unplaced() -> list[str]:
+        await asyncio.sleep(0)
+        return [sg.device_of(torch.ones(1)).name]
+
+    async def all_of_them() -> list[list[str]]:
+        with device("/gpu:2"):
+            outer = asyncio.create_task(unplaced())
+        found = await asyncio.gather(placed("/gpu:0", last=False), placed("/gpu:1", last=True), unplaced(), outer)
+        return [*found, [sg.device_of(torch.ones(1)).name]]
+
+    first, second, third, outer, after = asyncio.run(all_of_them())
+    assert first == ["/device:GPU:0"] * 2
+    assert second == ["/device:GPU:1"] * 2
+    assert third == outer == after == ["/device:CPU:0"]  # what was left has ended, also for who began in it
+    assert not state.open
+
+
+def test_scope_that_another_coroutine_leaves_keeps_nothing_in_torch() -> None:
+    scope = device("/cpu:0")
+
+    async def enter() -> None:
+        scope.__enter__()
+
+    asyncio.run(enter())
+    assert state.open
+    scope.__exit__(None, None, None)
+    assert not state.open
+    assert current_device() == NOTHING
 
 
 def test_operations_of_a_recorder_are_left_alone() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,39 @@ def test_log_has_the_lines_of_the_notes(capsys: pytest.CaptureFixture[str]) -> N
         f"MatMul_1: {task}:GPU:3",
         f"AddN: {task}:CPU:0",
     ]
+
+
+def test_placement_log_has_the_operations_of_a_session() -> None:
+    with sg.Graph() as graph:
+        x = sg.placeholder(torch.float32, [4, 3], name="x")
+        with sg.device("/cpu:0"):
+            w = sg.get_variable("w", [3, 2])
+        with sg.device("/gpu:1"):
+            y = x @ w
+        loss = y.sum()
+        (gradient,) = torch.autograd.grad(loss, [w])
+        train = sg.assign(w, w - gradient)
+    with sg.Session(graph) as session, sg.log_placement() as log:
+        session.run([loss, train], {x: torch.ones(4, 3).numpy()})
+        session.run(loss, {x: np.ones((4, 3), np.float32)})
+    records = {record.name: record for record in log if record.file}
+    product = records["MatMul"]
+    assert (product.operation, product.requested, product.device, product.why) == (
+        *("MatMul", "/device:GPU:1", "/device:GPU:1", "scope"),
+    )
+    assert [(copy.maker, copy.source, copy.num_bytes) for copy in product.copies] == [
+        ("x", "/device:CPU:0", 48),
+        ("w", "/device:CPU:0", 24),
+    ]
+    assert product.inputs == ("x", "w")
+    assert "y = x @ w" in Path(product.file).read_text().splitlines()[product.line - 1]
+    assert (records["x"].device, records["x"].why) == ("/device:CPU:0", "fed")
+    assert (records["Sum"].device, records["Sum"].why) == ("/device:GPU:1", "follows its inputs")
+    assert records["MatMul_1"].why == "gradient of MatMul"
+    assert records["w/Assign"].why == "with its variable"
+    assert (records["MatMul_2"].operation, records["MatMul_2"].num_bytes_copied) == ("MatMul", 72)  # of the second run
+    assert "x  " in log.table()
+    assert "gradient of MatMul" in log.to_json()
 
 
 def test_fetches_come_back_in_kind() -> None:
@@ -409,8 +443,35 @@ def test_session_runs_inside_the_block_of_a_graph_and_of_a_scope() -> None:
     assert len(graph.nodes) == num_nodes
 
 
+def test_model_is_the_programs_again_after_the_block_that_has_recorded_its_training() -> None:
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start = model.weight.detach().clone()
+    with sg.Graph() as graph:
+        x = sg.placeholder(torch.float32, [2, 3])
+        loss = model(x).sum()
+        loss.backward()
+        with graph:
+            optimizer.step()
+        gradient = model.weight.grad
+    assert model.weight.grad is None  # not one of the graph, which later steps would add to and never apply
+    value = torch.ones(2, 3)
+    with sg.Session(graph) as session:
+        assert session.run([gradient, graph.updates], {x: value})[0].tolist() == [[2.0] * 3]
+    model(value).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), start - 0.4)
+
+
 def test_memory_of_gpus_is_limited(inventory: Inventory) -> None:
     inventory.simulate("GPU", 2, memory_limit=16)
+    with sg.Graph() as graph, sg.device("/gpu:1"):
+        large = sg.get_variable("large", [5 * 2**20], initializer=torch.nn.init.zeros_)
+    with (
+        sg.Session(graph) as session,
+        pytest.raises(sg.OutOfMemoryError, match=r"large .* asks for 20 MiB, 0 MiB of 16"),
+    ):
+        session.run(large)
     with sg.Graph() as graph, sg.device("/gpu:1"):
         x = sg.placeholder(torch.float32, [2**20])
         y = torch.cat([x, x], 0)
@@ -462,6 +523,8 @@ def doubled() -> tuple[sg.Graph, torch.Tensor, torch.Tensor]:
             torch.ones(2, 3, dtype=torch.float64),
             r"'x' takes values of type float32, it was fed float64; convert them with",
         ),
+        (torch.ones(2, 3).to_sparse(), "'x' takes a dense tensor in memory, it was fed one that is not dense"),
+        (torch.ones(2, 3, device="meta"), "it was fed one that has no values"),
         (np.ones((2, 3)), "'x' takes values of type float32, it was fed float64"),
         (np.array([["a"] * 3] * 2, dtype=object), r"'x' takes \(2, 3\) float32, it was fed array"),
         ("text", "it was fed 'text', which is no tensor"),

@@ -64,6 +64,17 @@ class Fragile(keras.Model):
         return self.dense(inputs)
 
 
+class Optional(keras.layers.Dense):
+    """Keeps a setting in a dict."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.options = {"factor": 1.0}
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return self.options["factor"] * super().call(inputs)
+
+
 class Scaled(keras.losses.Loss):
     """A loss with a setting of its own."""
 
@@ -213,6 +224,24 @@ class Typical(keras.metrics.Metric):
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         self.value.assign(0.5 * self.value + 0.5 * keras.ops.mean(y_true))
+
+    def result(self) -> Any:
+        return 1.0 * self.value
+
+
+class Largest(keras.metrics.Metric):
+    """A metric that is no sum, and does not say so."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros", name="value")
+        self.reset_state()
+
+    def reset_state(self) -> None:
+        self.value.assign(-1e9)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_pred - y_true)))
 
     def result(self) -> Any:
         return 1.0 * self.value

@@ -168,14 +168,25 @@ HOSTILE = {
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_tensors_are_refused(tmp_path: Path, kind: str) -> None:
     path = Path(save_checkpoint(tmp_path, 1, state_of(1)))
-    (path / checkpoints.TENSORS).write_bytes(HOSTILE[kind])
+    with pytest.raises(CheckpointCorruptError):
+        load_spoilt(path, HOSTILE[kind])
+
+
+def load_spoilt(path: Path, tensors: bytes) -> Any:
+    (path / checkpoints.TENSORS).write_bytes(tensors)
     # Whoever can write tensors can write checksums too.
     header, text, _ = (path / checkpoints.STATE).read_text().split("\n", 2)
     sums = json.loads(header)["sums"]
     sums["tensors_sha256"] = checkpoints._digest(path / checkpoints.TENSORS)
     (path / checkpoints.STATE).write_text(json.dumps({"sums": sums}) + "\n" + text + "\n")
-    with pytest.raises(CheckpointCorruptError):
-        load_checkpoint(path)
+    return load_checkpoint(path)
+
+
+def test_header_with_more_tensors_than_the_state_is_not_read(tmp_path: Path) -> None:
+    path = Path(save_checkpoint(tmp_path, 1, state_of(1)))
+    header = {f"tensor {number}": entry(4 * number, 4 * number + 4) for number in range(5000)}
+    with pytest.raises(CheckpointCorruptError, match=r"its header says \d+ bytes, and the tensors of state.json need"):
+        load_spoilt(path, with_header(header, 20_000))
 
 
 PROGRAM = """

@@ -15,7 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import stratagem as sg
 from stratagem.errors import StratagemWarning
-from tests.training.keras_models import Fragile, Scaled
+from tests.training.keras_models import Fragile, Optional, Scaled
 from tests.training.keras_runs import ARRAYS, X, Y, assert_equal, assert_histories_equal, build, compiled, sequential
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -173,14 +173,22 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     ),
     "a layer that stops learning": lambda model: setattr(model.layers[0], "trainable", False),
     "a factor of the loss": lambda model: setattr(model.loss, "factor", 3.0),
+    "an activation": lambda model: setattr(model.layers[0], "activation", keras.activations.sigmoid),
+    "a regularizer": lambda model: setattr(model.layers[0].kernel, "regularizer", keras.regularizers.L2(1.0)),
+    "a constraint": lambda model: setattr(model.layers[0].kernel, "constraint", keras.constraints.NonNeg()),
+    "a value in a dict": lambda model: model.layers[0].options.update({"factor": 3.0}),
 }
+
+
+def with_options() -> Any:
+    return compiled(keras.Sequential([Optional(8, activation="tanh"), keras.layers.Dense(2)]), loss=Scaled())
 
 
 @pytest.mark.parametrize("what", CHANGES)
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
 def test_what_a_callback_of_ones_own_changes_reaches_the_replicas(strategy: sg.Strategy, what: str) -> None:
     def run(strategy: sg.Strategy | None) -> Any:
-        model = build(lambda: sequential(loss=Scaled()), strategy)
+        model = build(with_options, strategy)
         model.build((None, 4))
 
         def change(epoch: int, _: Any) -> None:
@@ -191,7 +199,7 @@ def test_what_a_callback_of_ones_own_changes_reaches_the_replicas(strategy: sg.S
         return model, model.fit(**VALIDATED, callbacks=[callback]).history
 
     ours, theirs = in_both(strategy, run)
-    unchanged = fit(None, make=lambda: sequential(loss=Scaled()))
+    unchanged = fit(None, make=with_options)
     assert unchanged[1]["loss"][-1] != pytest.approx(theirs[1]["loss"][-1], rel=1e-3), "the change does nothing"
     assert_histories_equal(ours[1], theirs[1])
 

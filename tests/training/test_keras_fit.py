@@ -75,6 +75,30 @@ def classifier(**options: Any) -> Any:
     return model
 
 
+def prepared(**options: Any) -> Any:
+    layers = [keras.layers.Rescaling(0.5), keras.layers.RandomFlip(), keras.layers.Flatten(), keras.layers.Dense(2)]
+    return compiled(keras.Sequential([keras.Input((4,)), keras.layers.Reshape((1, 4, 1)), *layers]), **options)
+
+
+def masked(**options: Any) -> Any:
+    inputs = keras.Input((5,), dtype="int32")
+    embedded = keras.layers.Embedding(10, 3, mask_zero=True)(inputs)
+    return compiled(keras.Model(inputs, keras.layers.LSTM(2, return_sequences=True)(embedded)), **options)
+
+
+def deep(**options: Any) -> Any:
+    inputs = outputs = keras.Input((4,))
+    for _ in range(150):
+        outputs = keras.layers.Identity()(outputs)
+    return compiled(keras.Model(inputs, keras.layers.Dense(2)(outputs)), **options)
+
+
+# The first half of each batch, which is one replica's, has longer sequences than the other.
+SEQUENCES = np.where(np.arange(5) < np.where(np.arange(50) % 16 < 8, 4, 2)[:, None], 1 + np.arange(50)[:, None] % 9, 0)
+SUM = keras.losses.MeanSquaredError(reduction="sum")
+WEIGHTED_MEAN = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+
+
 class Batches(keras.utils.PyDataset):
     def __len__(self) -> int:
         return 4
@@ -119,6 +143,15 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "adam": (sequential, {"optimizer": "adam"}, ARRAYS),
     "adamw": (sequential, {"optimizer": "adamw"}, ARRAYS),
     "rmsprop": (sequential, {"optimizer": "rmsprop"}, ARRAYS),
+    "nadam": (sequential, {"optimizer": "nadam"}, ARRAYS),
+    "masked": (masked, {}, ARRAYS | {"x": SEQUENCES, "y": np.stack([Y] * 5, axis=1)}),
+    "summed": (
+        lambda **_: sequential(loss=SUM, optimizer=keras.optimizers.SGD(0.002)),
+        {},
+        ARRAYS | {"batch_size": 7},
+    ),
+    "weighted mean": (sequential, {"loss": WEIGHTED_MEAN}, ARRAYS | {"sample_weight": WEIGHTS}),
+    "deep": (deep, {}, ARRAYS),
     "lamb, not split": (lambda **_: sequential(optimizer=keras.optimizers.Lamb(0.01)), {}, ARRAYS),
     "clipped": (lambda **_: sequential(optimizer=keras.optimizers.Adam(0.01, global_clipnorm=0.1)), {}, ARRAYS),
     "accumulated": (
@@ -157,7 +190,7 @@ def test_fit_is_that_of_one_device(strategy: sg.Strategy, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["own train_step", "sample weights", "more metrics", "several inputs and outputs", "generator", "averaged"]
+    "case", ["own train_step", "sample weights", "more metrics", "several inputs and outputs", "masked", "averaged"]
 )
 def test_fit_on_three_replicas_is_that_of_one_device(three_replicas: sg.Strategy, case: str) -> None:
     assert_equal(fit(*CASES[case], three_replicas), fit(*CASES[case], None))
@@ -222,6 +255,41 @@ def test_frozen_layers_stay_and_train_when_thawed(strategy: sg.Strategy) -> None
     assert_equal(train(strategy), train(None))
 
 
+def add_layer(model: Any) -> None:
+    model.add(keras.layers.Dense(2, kernel_initializer="ones"))
+
+
+def replace_layer(model: Any) -> None:
+    model.pop()
+    add_layer(model)
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "a layer more": add_layer,
+    "another layer": replace_layer,
+    "low rank": lambda model: model.layers[0].enable_lora(2, a_initializer="ones"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_model_that_is_built_otherwise_after_a_fit(strategy: sg.Strategy, what: str) -> None:
+    def train(strategy: sg.Strategy | None) -> tuple[Any, Any]:
+        model, _ = fit(*CASES["sequential, built by fit"], strategy)
+        CHANGES[what](model)
+        compiled(model)
+        return model, model.fit(**ARRAYS, epochs=2, verbose=0).history
+
+    assert_equal(train(strategy), train(None))
+
+
+def test_layers_that_prepare_data_travel(strategy: sg.Strategy) -> None:
+    model, history = fit(prepared, {}, ARRAYS, strategy)
+    assert history["loss"][-1] < history["loss"][0]
+    plain, _ = fit(prepared, {}, ARRAYS, None)
+    plain.set_weights(model.get_weights())
+    np.testing.assert_allclose(model.predict(X, verbose=0), plain.predict(X, verbose=0), atol=1e-5)
+
+
 def test_replicas_drop_different_units_and_others_in_the_next_step(strategy: sg.Strategy) -> None:
     with strategy.scope():
         model = keras.Sequential([AlwaysDropped()])
@@ -236,7 +304,16 @@ def test_model_made_outside_the_scope_is_refused(strategy: sg.Strategy) -> None:
     model = functional()
     with strategy.scope(), pytest.raises(StrategyError, match=r"was created outside strategy.scope\(\), so fit\(\)"):
         model.fit(X, Y, verbose=0)
+    with strategy.scope(), pytest.raises(StrategyError, match="create or load it inside"):
+        model.compile(loss="mse", optimizer="sgd")
     model.fit(X, Y, verbose=0)  # elsewhere it is Keras' own
+
+
+def test_data_that_is_already_divided_is_refused(strategy: sg.Strategy) -> None:
+    model = build(functional, strategy)
+    data = strategy.distribute((X, Y), global_batch_size=16)
+    with pytest.raises(StrategyError, match=r"fit\(\) divides its batches itself, but was given a DistributedLoader"):
+        model.fit(data, verbose=0)
 
 
 def test_several_steps_per_execution_are_refused_as_keras_does(strategy: sg.Strategy) -> None:

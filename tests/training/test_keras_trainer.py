@@ -93,6 +93,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "own loss function": (lambda: sequential(loss=keras_models.cubed), {}),
     "loss of a layer only": (lambda: compiled(keras_models.Penalised(), loss=None, metrics=None), {}),
     "own compute_loss": (lambda: compiled(keras_models.Weighted()), {}),
+    "own metric": (lambda: sequential(metrics=["mae", keras_models.Largest()]), {"validation_data": (X[:17], Y[:17])}),
     "own compute_metrics": (lambda: compiled(keras_models.Reporting()), {}),
     "own step around Keras'": (lambda: compiled(keras_models.Around()), {}),
     "two optimizers": (lambda: compiled(keras_models.Rivals()), {}),

@@ -21,7 +21,7 @@ from stratagem.cluster.messages import MOST_BYTES, Body, Kind
 from stratagem.cluster.token import Token
 from stratagem.devices.memory import OutOfMemoryError
 from stratagem.errors import DeviceNotFoundError, ProtocolError, SessionError, TaskLostError
-from stratagem.placement import remote
+from stratagem.placement import remote_tensors
 
 HEARTBEAT_S: Final = 1.0
 NUM_MISSED: Final = 4
@@ -118,7 +118,9 @@ class TaskConnection:
             TaskLostError: The task is gone.
             SessionError: It could not do it.
         """
-        return await self.call_with_bytes(call, about, [remote.bytes_of(each) for each in tensors], expected=expected)
+        return await self.call_with_bytes(
+            call, about, [remote_tensors.bytes_of(each) for each in tensors], expected=expected
+        )
 
     async def call_with_bytes(
         self, call: str, about: Body, pieces: Sequence[memoryview], *, expected: Sequence[torch.Tensor] = ()
@@ -175,7 +177,7 @@ class TaskConnection:
         if sizes != reply["sizes"]:
             raise ProtocolError("an answer has tensors of other sizes than are expected")
         for each in call.expected if sizes else ():
-            await receive_pieces(self._channel, remote.bytes_of(each), self._note_life)
+            await receive_pieces(self._channel, remote_tensors.bytes_of(each), self._note_life)
         if not call.answer.done():
             call.answer.set_result(reply)
 

@@ -6,7 +6,10 @@ loads this file only when a session comes.
 """
 
 import asyncio
+import atexit
+import contextlib
 import json
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, final
 
@@ -18,9 +21,9 @@ from stratagem.cluster.messages import Body, Kind, shortened
 from stratagem.cluster.session_connection import SILENCE_S, receive_pieces, send_pieces
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.errors import ProtocolError, SessionError
-from stratagem.placement import remote
+from stratagem.placement import remote, remote_tensors
 from stratagem.placement.graph_nodes import Kind as NodeKind
-from stratagem.placement.graph_nodes import Node, Output
+from stratagem.placement.graph_nodes import Node, Output, Size
 from stratagem.placement.session_config import GPUOptions, SessionConfig
 from stratagem.placement.session_local import LocalFleet
 from stratagem.placement.session_places import Place
@@ -33,10 +36,26 @@ _MOST_RUNS: Final = 1024
 async def serve(task: Task, spec: ClusterSpec, channel: Channel, body: Body) -> None:
     """Answers the calls of one session until it ends."""
     conversation = _Conversation(task, spec, channel)
+    loop, ended = asyncio.get_running_loop(), threading.Event()
+    _open[conversation] = (loop, ended)
     try:
         await conversation.follow(body)
     finally:
         conversation.end()
+        del _open[conversation]
+        ended.set()
+
+
+_open: "dict[_Conversation, tuple[asyncio.AbstractEventLoop, threading.Event]]" = {}
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that is in torch when Python ends would take the process down."""
+    for conversation, (loop, ended) in list(_open.items()):
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(conversation.break_off)
+            ended.wait(SILENCE_S)
 
 
 class _Run:
@@ -51,14 +70,19 @@ class _Run:
 class _Course:
     """One part of a run, as the thread of its device sees it."""
 
-    def __init__(self, run: _Run, inputs: dict[Output, torch.Tensor]) -> None:
+    def __init__(self, run: _Run, inputs: dict[Output, torch.Tensor], numbers: Sequence[Any]) -> None:
         self._run = run
+        self._numbers = numbers
         self._inputs = inputs
         self.results: dict[Output, torch.Tensor] = {}
 
     @property
     def cancelled(self) -> bool:
         return self._run.cancelled
+
+    def size_of(self, size: Size) -> int | float:
+        number: int | float = self._numbers[size.number]
+        return number
 
     def take(self, output: Output) -> torch.Tensor:
         return self._inputs.pop(output)
@@ -110,6 +134,10 @@ class _Conversation:
         if self._fleet is not None:
             self._fleet.close(wait=False)
 
+    def break_off(self) -> None:
+        """Ends the connection, and with it the conversation."""
+        self._channel.abort()
+
     async def _take(self, body: Body) -> None:
         """Reads what comes with a call, then begins it; what breaks the rules of the wire ends the session."""
         about, sizes = body["about"], body["sizes"]
@@ -121,16 +149,17 @@ class _Conversation:
             case "part", LocalFleet() if about.keys() == {"part", "device"} and sizes:
                 description, constants = await self._read_part(sizes)
                 self._begin(body, self._add_part(about, description, constants))
-            case "run", LocalFleet() if about.keys() == {"part", "run"} and about["part"] in self._parts:
+            case "run", LocalFleet() if about.keys() == {"part", "run", "numbers"} and about["part"] in self._parts:
                 part, sent = self._parts[about["part"]]
-                inputs = [torch.empty(each.meta.shape, dtype=each.meta.dtype) for each in sent.inputs]
+                numbers = about["numbers"] if isinstance(about["numbers"], list) else [None]
+                inputs = sent.empty_inputs(numbers)
                 await self._read_into(inputs, sizes)
                 if len(self._runs) >= _MOST_RUNS:
                     raise ProtocolError("a session has begun too many runs")
                 run = self._runs.setdefault(about["run"], _Run())
-                self._begin(body, self._compute(part, sent, run, inputs))
+                self._begin(body, self._compute(part, sent, run, inputs, numbers))
             case "write", LocalFleet() if about.keys() == {"variable", "name", "device", "value"}:
-                value = remote.empty_of(about["value"])
+                value = remote_tensors.empty_of(about["value"])
                 await self._read_into([value], sizes)
                 self._begin(body, self._write(about, value))
             case ("commit" | "drop") as call, LocalFleet() if about.keys() == {"run"} and not sizes:
@@ -150,7 +179,7 @@ class _Conversation:
             reply["about"], tensors = await work
         except Exception as error:  # the session hears of it, whatever it is
             reply |= {"error": type(error).__name__, "message": shortened(str(error))}
-        pieces = [remote.bytes_of(each) for each in tensors]
+        pieces = [remote_tensors.bytes_of(each) for each in tensors]
         reply["sizes"] = [len(each) for each in pieces]
         async with self._sending:
             self._channel.send(Kind.RETURN, reply)
@@ -180,9 +209,9 @@ class _Conversation:
         return {}, ()
 
     async def _compute(
-        self, part: Part, sent: remote.Sent, run: _Run, inputs: Sequence[torch.Tensor]
+        self, part: Part, sent: remote.Sent, run: _Run, inputs: Sequence[torch.Tensor], numbers: Sequence[Any]
     ) -> tuple[Body, Sequence[torch.Tensor]]:
-        course = _Course(run, dict(zip(sent.inputs, inputs, strict=True)))
+        course = _Course(run, dict(zip(sent.inputs, inputs, strict=True)), numbers)
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[BaseException | None] = loop.create_future()
         self._known_fleet.thread(part.place).compute(part, course, _told(loop, ended))
@@ -227,7 +256,7 @@ class _Conversation:
         try:
             description = strict_json.read(text.decode())
             headers = description["constants"]
-            constants = [remote.empty_of(each) for each in headers]
+            constants = [remote_tensors.empty_of(each) for each in headers]
         except (UnicodeDecodeError, strict_json.NotJsonError, TypeError, KeyError):
             raise ProtocolError("the description of a part is not valid JSON") from None
         await self._read_into(constants, sizes[1:])
@@ -237,7 +266,7 @@ class _Conversation:
         if [each.nbytes for each in tensors] != list(sizes):
             raise ProtocolError("tensors of other sizes were announced than are expected")
         for each in tensors:
-            await receive_pieces(self._channel, remote.bytes_of(each), _nothing)
+            await receive_pieces(self._channel, remote_tensors.bytes_of(each), _nothing)
 
 
 def _nothing() -> None:

@@ -8,7 +8,7 @@ import concurrent.futures
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -20,14 +20,14 @@ from stratagem.cluster.session_connection import TaskConnection
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.devices.spec import CPU, KINDS, DeviceSpec
 from stratagem.errors import ClusterSpecError, DeviceNotFoundError
-from stratagem.placement import remote, resolution
+from stratagem.placement import remote, remote_tensors, resolution
 from stratagem.placement.graph_nodes import Kind, Node
 from stratagem.placement.session import Session, connect_with
 from stratagem.placement.session_config import SessionConfig
 from stratagem.placement.session_local import first_value
 from stratagem.placement.session_places import Place
 from stratagem.placement.session_plan import Part
-from stratagem.placement.session_run import Run
+from stratagem.placement.session_run import PATIENCE_S, Run
 
 __all__ = ["Session"]
 
@@ -135,8 +135,13 @@ class ClusterFleet:
         async def connect() -> dict[str, Any]:
             shown = name if name.startswith(SCHEME) else f"task {name}"
             connection = await TaskConnection.connect(shown, address, self._token)
+            try:
+                about = await connection.open(self._options)
+            except BaseException:
+                await connection.close()
+                raise
             self._connections[name] = connection
-            return await connection.open(self._options)
+            return about
 
         return self._thread.run(connect())
 
@@ -151,7 +156,7 @@ class ClusterFleet:
         first = part not in self._sent
         if first:
             numbers = {node: self._number(node) for node in _variables_of(part)}
-            self._sent[part] = next(self._numbers), remote.encode_part(part, numbers)
+            self._sent[part] = next(self._numbers), remote.encode_part(part, numbers, run.size_for)
         self._thread.submit(self._compute(run, part, inputs, first=first))
 
     async def _compute(self, run: Run, part: Part, inputs: list[torch.Tensor], *, first: bool) -> None:
@@ -160,10 +165,11 @@ class ClusterFleet:
             number, sent = self._sent[part]
             if first:
                 text = memoryview(json.dumps(sent.about, separators=(",", ":"), allow_nan=False).encode())
-                pieces = [text, *map(remote.bytes_of, sent.constants)]
+                pieces = [text, *map(remote_tensors.bytes_of, sent.constants)]
                 await connection.call_with_bytes("part", {"part": number, "device": part.place.device}, pieces)
-            results = [torch.empty(each.meta.shape, dtype=each.meta.dtype) for each in sent.outputs]
-            await connection.call("run", {"part": number, "run": run.number}, inputs, expected=results)
+            results = [torch.empty(run.shape_of(each), dtype=each.meta.dtype) for each in sent.outputs]
+            about = {"part": number, "run": run.number, "numbers": [run.size_of(each) for each in sent.sizes]}
+            await connection.call("run", about, inputs, expected=results)
         except BaseException as error:  # whoever waits for the run hears of it
             if first:
                 self._sent.pop(part, None)
@@ -185,9 +191,9 @@ class ClusterFleet:
             "variable": self._number(variable),
             "name": variable.name,
             "device": place.device,
-            "value": remote.header_of(value),
+            "value": remote_tensors.header_of(value),
         }
-        self._thread.run(self._connection(place).call("write", about, [value]))
+        self._finish([self._connection(place).call("write", about, [value])])
         self._written.add(variable)
 
     def commit(self, run: Run, places: dict[Node, Place]) -> None:
@@ -196,8 +202,7 @@ class ClusterFleet:
             if variable.tensor is not None:
                 with torch.no_grad():
                     variable.tensor.copy_(value)
-        for connection in self._assigning(run):
-            self._thread.run(connection.call("commit", {"run": run.number}))
+        self._finish([each.call("commit", {"run": run.number}) for each in self._assigning(run)])
         self._drop(run, without=self._assigning(run))
 
     def abandon(self, run: Run) -> None:
@@ -213,6 +218,17 @@ class ClusterFleet:
             self._thread.stop()
 
     # Parts of the above
+
+    def _finish(self, calls: Sequence[Coroutine[Any, Any, Any]]) -> None:
+        """Makes calls and waits for all; Ctrl-C breaks none off in the middle, which would end the connection."""
+        futures = [self._thread.submit(each) for each in calls]
+        try:
+            concurrent.futures.wait(futures)
+        except BaseException:
+            concurrent.futures.wait(futures, PATIENCE_S)
+            raise
+        for each in futures:
+            each.result()
 
     def _assigning(self, run: Run) -> list[TaskConnection]:
         """The tasks that keep values which a run has assigned."""

@@ -7,7 +7,7 @@ summation is that of the replicas.
 
 import cmath
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -120,8 +120,15 @@ def describe_call(call: str, tensor: torch.Tensor | None = None) -> str:
     return f"{call} of {str(tensor.dtype).removeprefix('torch.')}{where}{_SHAPE}{tuple(tensor.shape)}"
 
 
-def check_calls(calls: Sequence[str], *, any_shape: bool = False) -> None:
+def check_calls(
+    calls: Sequence[str], *, any_shape: bool = False, name: Callable[[int], str] = "replica {}".format
+) -> None:
     """Makes sure that all replicas do the same to tensors of the same type and shape.
+
+    Args:
+        calls: What each does.
+        any_shape: Whether shapes may differ.
+        name: What to call them in errors.
 
     Raises:
         MismatchError: They do not; it says what two of them do.
@@ -129,8 +136,8 @@ def check_calls(calls: Sequence[str], *, any_shape: bool = False) -> None:
     for rank, call in enumerate(calls):
         if _key(call, any_shape) != _key(calls[0], any_shape):
             raise MismatchError(
-                f"replicas 0 and {rank} do not take part in the same exchange: replica 0 called {calls[0]}, "
-                f"replica {rank} called {call}; every replica has to make the same calls in the same order"
+                f"{name(0)} and {name(rank)} do not take part in the same exchange: {name(0)} called {calls[0]}, "
+                f"{name(rank)} called {call}; all have to make the same calls in the same order"
             )
 
 

@@ -31,9 +31,10 @@ from stratagem.collectives.waiting import is_over, result_of, wait_in_slices
 from stratagem.errors import CollectiveError
 
 _HEAD: Final = struct.Struct("<QQ")  # number of the exchange, bytes that follow the note
-_NOTE_BYTES: Final = 240
+_NOTE_BYTES: Final = 496
 _WINDOW_BYTES: Final = 4 * 2**20  # what is summed at a time stays in the cache
 _SMALL_BYTES: Final = 32 * 1024  # rather sent whole than in two steps
+_SKIP_BYTES: Final = 2**20
 
 _Result = TypeVar("_Result")
 
@@ -60,6 +61,7 @@ class Mesh(Collective):
         self._thread.submit(_nobody, 0.0).result()  # it is there from now on, and ends with this
         self._last: Future[Any] | None = None
         self._closed = False
+        self._why_broken: str | None = None
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         check_operation(tensor, op)
@@ -101,7 +103,7 @@ class Mesh(Collective):
         """
         call = describe_call("start_sum", row)
         self._check_open()
-        self._last = future = self._thread.submit(self._reduce, call, row, "sum", _nobody)
+        self._last = future = self._thread.submit(self._whole, partial(self._reduce, call, row, "sum"), _nobody)
 
         def wait_for_sum() -> torch.Tensor:
             wait_in_slices(partial(is_over, future), self._attend)
@@ -128,7 +130,19 @@ class Mesh(Collective):
         if self._last is not None:
             wait_in_slices(partial(is_over, self._last), self._attend)
             self._last = None
-        return function(self._attend)
+        return self._whole(function, self._attend)
+
+    def _whole(self, function: Callable[[Attend], _Result], attend: Attend) -> _Result:
+        """Does an exchange. One that is cut short leaves bytes behind which the next would take for its own."""
+        if self._why_broken is not None:
+            raise CollectiveError(f"an earlier exchange was cut short: {self._why_broken}")
+        try:
+            return function(attend)
+        except MismatchError:  # of which all know, and nothing is left
+            raise
+        except BaseException as error:
+            self._why_broken = str(error) or type(error).__name__
+            raise
 
     def _check_open(self) -> None:
         if self._closed:
@@ -145,7 +159,7 @@ class Mesh(Collective):
             self._sockets.put(other, data)
 
     def _hear(self, note: str, attend: Attend, *, any_shape: bool = False) -> tuple[list[str], list[int]]:
-        """What the others announced, compared with what this replica did; and how many bytes each has."""
+        """What the others announced, compared with what this replica did; and how many bytes come with it."""
         heads = {other: bytearray(_HEAD.size + _NOTE_BYTES) for other in self._others}
         self._sockets.fill(heads, attend)
         notes, sizes = [note[:_NOTE_BYTES]] * self.size, [0] * self.size
@@ -153,16 +167,31 @@ class Mesh(Collective):
             number, sizes[other] = _HEAD.unpack_from(head)
             notes[other] = head[_HEAD.size :].rstrip(b"\0").decode(errors="replace")
             if number != self._number:
-                raise CollectiveError(f"replica {other} is at exchange {number}, this one at {self._number}")
+                raise CollectiveError(f"{self._sockets.name(other)} is at exchange {number}, not {self._number}")
         self._number += 1
         try:
-            check_calls(notes, any_shape=any_shape)
+            check_calls(notes, any_shape=any_shape, name=self._sockets.name)
         except MismatchError:
-            # What came with them is of no use, but must not be taken for the next exchange.
-            self._sockets.fill({other: bytearray(sizes[other]) for other in self._others}, attend)
-            self._sockets.flush(attend)
+            self._skip(sizes, attend)
             raise
         return notes, sizes
+
+    def _skip(self, sizes: Sequence[int], attend: Attend) -> None:
+        """Reads what is of no use, but must not be taken for the next exchange."""
+        left = {other: sizes[other] for other in self._others if sizes[other]}
+        while left:
+            self._sockets.fill({other: bytearray(min(size, _SKIP_BYTES)) for other, size in left.items()}, attend)
+            left = {other: size - _SKIP_BYTES for other, size in left.items() if size > _SKIP_BYTES}
+        self._sockets.flush(attend)
+
+    def _take(self, into: Mapping[int, Any], sizes: Sequence[int], attend: Attend) -> None:
+        """Fills buffers with what came with the heads, if it is as long as it must be."""
+        for other, buffer in into.items():
+            if memoryview(buffer).nbytes != sizes[other]:
+                raise CollectiveError(
+                    f"{self._sockets.name(other)} sends {sizes[other]} bytes in place of {memoryview(buffer).nbytes}"
+                )
+        self._sockets.fill(into, attend)
 
     def _agree(self, note: str, attend: Attend) -> None:
         self._begin(note, {})
@@ -172,24 +201,27 @@ class Mesh(Collective):
     def _exchange(self, what: str, data: bytes, attend: Attend) -> list[bytes]:
         self._begin(what, dict.fromkeys(self._others, data))
         _, sizes = self._hear(what, attend)
-        rows = {other: bytearray(sizes[other]) for other in self._others}
-        self._sockets.fill(rows, attend)
+        try:
+            rows = {other: bytearray(sizes[other]) for other in self._others}
+        except (MemoryError, OverflowError):
+            raise CollectiveError(f"there is no memory for {sum(sizes)} bytes that others want to send") from None
+        self._take(rows, sizes, attend)
         self._sockets.flush(attend)
         return [data if rank == self.rank else bytes(rows[rank]) for rank in range(self.size)]
 
     def _broadcast(self, call: str, row: torch.Tensor, root: int, attend: Attend) -> None:
         self._begin(call, dict.fromkeys(self._others, _bytes(row)) if self.rank == root else {})
-        self._hear(call, attend)
+        _, sizes = self._hear(call, attend)
         if self.rank != root:
-            self._sockets.fill({root: _bytes(row)}, attend)
+            self._take({root: _bytes(row)}, sizes, attend)
         self._sockets.flush(attend)
 
     def _gather(self, call: str, row: torch.Tensor, tensor: torch.Tensor, attend: Attend) -> list[torch.Tensor]:
         self._begin(call, dict.fromkeys(self._others, _bytes(row)))
-        notes, _ = self._hear(call, attend, any_shape=True)
+        notes, sizes = self._hear(call, attend, any_shape=True)
         targets = [torch.empty(shape, dtype=tensor.dtype) for shape in shapes_of(notes)]
         targets[self.rank].view(-1).copy_(row)
-        self._sockets.fill({other: _bytes(targets[other].view(-1)) for other in self._others}, attend)
+        self._take({other: _bytes(targets[other].view(-1)) for other in self._others}, sizes, attend)
         self._sockets.flush(attend)
         return targets
 
@@ -204,13 +236,14 @@ class Mesh(Collective):
             parts = _divided(row[start : start + step], self.size)
             arrived = [each[: parts[self.rank].numel()] for each in room]
             arrived[self.rank] = parts[self.rank]
+            wanted = {other: _bytes(arrived[other]) for other in self._others}
             if start == 0:
                 self._begin(call, {other: _bytes(parts[other]) for other in self._others})
-                self._hear(call, attend)
+                self._take(wanted, self._hear(call, attend)[1], attend)
             else:
                 for other in self._others:
                     self._sockets.put(other, _bytes(parts[other]))
-            self._sockets.fill({other: _bytes(arrived[other]) for other in self._others}, attend)
+                self._sockets.fill(wanted, attend)
             _combine_into(parts[self.rank], arrived, self.rank, op)
             for other in self._others:
                 self._sockets.put(other, _bytes(parts[self.rank]))
@@ -220,10 +253,10 @@ class Mesh(Collective):
 
     def _reduce_whole(self, call: str, row: torch.Tensor, op: str, attend: Attend) -> None:
         self._begin(call, dict.fromkeys(self._others, _bytes(row)))
-        self._hear(call, attend)
+        _, sizes = self._hear(call, attend)
         arrived = [torch.empty_like(row) for _ in range(self.size)]
         arrived[self.rank] = row
-        self._sockets.fill({other: _bytes(arrived[other]) for other in self._others}, attend)
+        self._take({other: _bytes(arrived[other]) for other in self._others}, sizes, attend)
         self._sockets.flush(attend)
         _combine_into(row, arrived, self.rank, op)
 

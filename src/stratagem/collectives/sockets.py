@@ -1,155 +1,43 @@
-"""Connects processes by sockets, each with each, and moves bytes over them: all at once, never waiting for one alone.
+"""Moves bytes over sockets to and from many processes: all at once, never waiting for one alone.
 
-Whoever connects proves that it knows a secret that the others know; what then travels is neither
-signed nor encrypted, as with gloo and NCCL.
+What travels is neither signed nor encrypted, as with gloo and NCCL; who takes part has proven it
+(`calling`). A process that was forked from this one lets go of the sockets: it must not keep a
+connection open when this process has died.
 """
 
 import contextlib
 import errno
-import hmac
-import secrets
+import os
 import select
 import socket
 import struct
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 from stratagem.errors import CollectiveError
 
 _SLICE_S: Final = 0.1
-_HANDSHAKE_S: Final = 2.0
-_BUFFER_BYTES: Final = 4 * 2**20
-_HELLO: Final = struct.Struct(">4sI32s")
-_MAGIC: Final = b"SGMX"
-_PROOF_BYTES: Final = 32
 _MOST_AT_ONCE: Final = 2**20
+# Longer than a network may be cut without harm, and than it then takes until lost packets are sent again.
+_CUT_OFF_S: Final = 10.0
+_KEEP_ALIVE_S: Final = 2
+_MOST_PROBES: Final = 127  # it is for whoever waits to judge, not for the system
+# Linux: see `cluster/channel`.
+_TCP_THIN_LINEAR_TIMEOUTS: Final = 16
+# Of `struct tcp_info`: retransmits, probes, last_data_sent, last_ack_recv.
+_TCP_INFO: Final = struct.Struct("=2x2B40xI8xI")
 
-Sign = Callable[[bytes], bytes]
 Attend = Callable[[float], None]
 
-
-def connect_all(
-    rank: int,
-    size: int,
-    store: Any,
-    *,
-    address: str,
-    sign: Sign,
-    timeout_s: float,
-    attend: Attend = lambda _: None,
-) -> dict[int, socket.socket]:
-    """Connects this process with all others; returns when all are there.
-
-    Args:
-        rank: Which process this is.
-        size: How many there are.
-        store: Where each says at which address it waits (`set` and `get`, which waits).
-        address: The address of this machine that the others reach.
-        sign: Makes 32 bytes of a message that only somebody with the common secret can make.
-        timeout_s: How long to wait for the others.
-        attend: Called after each slice of waiting with the seconds waited so far; may raise.
-
-    Raises:
-        CollectiveError: Some did not come in time.
-    """
-    found: dict[int, socket.socket] = {}
-    start = time.monotonic()
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.create_server((address, 0), family=family, backlog=size) as listener:
-            listener.settimeout(_SLICE_S)
-            store.set(f"sockets/{rank}", f"{address} {listener.getsockname()[1]}")
-            for other in range(rank):
-                host, port = _text(store.get(f"sockets/{other}")).split()
-                found[other] = _call(rank, other, host, int(port), sign)
-            while len(found) < size - 1:
-                attend(time.monotonic() - start)
-                missing = [each for each in range(size) if each != rank and each not in found]
-                if time.monotonic() - start > timeout_s:
-                    raise CollectiveError(
-                        f"process {rank} waited {timeout_s:g} s for processes {', '.join(map(str, missing))} to connect"
-                    )
-                with contextlib.suppress(OSError, ValueError):  # nobody, or a stranger
-                    other, connection = _answer(listener, rank, sign)
-                    if other not in missing:
-                        connection.close()
-                        continue
-                    found[other] = connection
-    except BaseException as error:
-        for connection in found.values():
-            connection.close()
-        if isinstance(error, OSError):
-            raise CollectiveError(f"process {rank} could not connect: {error}") from error
-        raise
-    for connection in found.values():
-        _prepare(connection)
-    return found
+# Those that are open; a forked process is told of them by the system, not by a caller.
+_open: "weakref.WeakSet[Sockets]" = weakref.WeakSet()
 
 
-def _call(rank: int, other: int, host: str, port: int, sign: Sign) -> socket.socket:
-    connection = socket.create_connection((host, port), timeout=_HANDSHAKE_S * 5)
-    try:
-        own = _HELLO.pack(_MAGIC, rank, secrets.token_bytes(32))
-        connection.sendall(own)
-        theirs = _read(connection, _HELLO.size)
-        connection.sendall(sign(b"sockets call" + own + theirs))
-        proof = _read(connection, _PROOF_BYTES)
-        if theirs[:8] != _HELLO.pack(_MAGIC, other, b"")[:8] or not hmac.compare_digest(
-            proof, sign(b"sockets answer" + own + theirs)
-        ):
-            raise CollectiveError(f"{host}:{port} is not process {other} of this cluster")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _answer(listener: socket.socket, rank: int, sign: Sign) -> tuple[int, socket.socket]:
-    connection, _ = listener.accept()
-    try:
-        connection.settimeout(_HANDSHAKE_S)
-        theirs = _read(connection, _HELLO.size)
-        magic, other, _ = _HELLO.unpack(theirs)
-        if magic != _MAGIC:
-            raise ValueError("a stranger")
-        own = _HELLO.pack(_MAGIC, rank, secrets.token_bytes(32))
-        connection.sendall(own)
-        if not hmac.compare_digest(_read(connection, _PROOF_BYTES), sign(b"sockets call" + theirs + own)):
-            raise ValueError("a stranger")
-        connection.sendall(sign(b"sockets answer" + theirs + own))
-    except BaseException:
-        connection.close()
-        raise
-    return other, connection
-
-
-def _prepare(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
-    connection.setblocking(False)
-
-
-def _read(connection: socket.socket, num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        more = connection.recv(num_bytes - len(data))
-        if not more:
-            raise ConnectionResetError("the other side has hung up")
-        data += more
-    return data
-
-
-def _view(data: Any) -> memoryview:
-    """The bytes of a buffer; an empty one cannot be cast."""
-    view = memoryview(data)
-    return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-def _text(value: str | bytes) -> str:
-    return value if isinstance(value, str) else value.decode()
+class CutOffError(CollectiveError):
+    """The machine of another process does not confirm any more what it is sent."""
 
 
 @final
@@ -158,14 +46,21 @@ class Sockets:
 
     Args:
         connections: As `connect_all` gave them; they are closed with this.
+        names: What to call each rank in errors.
     """
 
-    def __init__(self, connections: Mapping[int, socket.socket]) -> None:
+    def __init__(self, connections: Mapping[int, socket.socket], names: Sequence[str] | None = None) -> None:
         self._connections = dict(connections)
+        self._names = names
         self._unsent: dict[int, deque[memoryview]] = {rank: deque() for rank in self._connections}
-        self._poll = select.poll()
+        self._unanswered_s = dict.fromkeys(self._connections, 0.0)
         for each in self._connections.values():
-            self._poll.register(each, select.POLLIN)
+            _prepare(each)
+        _open.add(self)
+
+    def name(self, rank: int) -> str:
+        """What to call a process in errors."""
+        return self._names[rank] if self._names is not None else f"replica {rank}"
 
     def put(self, rank: int, data: Any) -> None:
         """Takes bytes to send, which must not change until the next `flush`."""
@@ -177,6 +72,7 @@ class Sockets:
 
         Raises:
             CollectiveError: A connection has ended.
+            CutOffError: It has not, but nothing gets through any more.
         """
         self._move({rank: view for rank, data in wanted.items() if (view := _view(data))}, attend, until_sent=False)
 
@@ -191,10 +87,13 @@ class Sockets:
                 each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Gives the sockets back."""
+        """Gives the sockets back; in a forked process, without touching the connections behind them."""
         for each in self._connections.values():
             each.close()
+        for unsent in self._unsent.values():
+            unsent.clear()
         self._connections = {}
+        _open.discard(self)
 
     def _move(self, wanted: dict[int, memoryview], attend: Attend, *, until_sent: bool) -> None:
         start = time.monotonic()
@@ -207,16 +106,30 @@ class Sockets:
                         moved |= self._receive(rank, connection, wanted)
                 except OSError as error:
                     name = errno.errorcode.get(error.errno or 0, "")
-                    raise CollectiveError(f"the connection to replica {rank} has ended ({name or error})") from None
+                    raise CollectiveError(f"the connection to {self.name(rank)} has ended ({name or error})") from None
             if not moved and not self._wait(wanted):
+                self._look(rank for rank in self._connections if rank in wanted or self._unsent[rank])
                 attend(time.monotonic() - start)
 
     def _wait(self, wanted: Mapping[int, memoryview]) -> bool:
         """Whether within a slice of time there is something to do."""
+        poll = select.poll()
         for rank, connection in self._connections.items():
-            events = select.POLLIN * (rank in wanted) | select.POLLOUT * bool(self._unsent[rank])
-            self._poll.modify(connection, events)
-        return bool(self._poll.poll(1000 * _SLICE_S))
+            # Only of whom something is wanted: the end of another connection would be news again and again.
+            if events := select.POLLIN * (rank in wanted) | select.POLLOUT * bool(self._unsent[rank]):
+                poll.register(connection, events)
+        return bool(poll.poll(1000 * _SLICE_S))
+
+    def _look(self, ranks: Iterable[int]) -> None:
+        """Whether what is sent to others still arrives, after a slice of time in which nothing moved."""
+        for rank in ranks:
+            waits = _is_unanswered(self._connections[rank])
+            self._unanswered_s[rank] = self._unanswered_s[rank] + _SLICE_S if waits else 0.0
+            if self._unanswered_s[rank] > _CUT_OFF_S:
+                raise CutOffError(
+                    f"the machine of {self.name(rank)} has not answered this one for {_CUT_OFF_S:g} s; the network "
+                    f"between them is cut"
+                )
 
     def _send(self, rank: int, connection: socket.socket) -> bool:
         unsent = self._unsent[rank]
@@ -240,7 +153,48 @@ class Sockets:
             return False
         if not num_received:
             raise ConnectionResetError(errno.ECONNRESET, "the other side has hung up")
+        self._unanswered_s[rank] = 0.0
         rest = wanted.pop(rank)[num_received:]
         if len(rest):
             wanted[rank] = rest
         return True
+
+
+def _prepare(connection: socket.socket) -> None:
+    """Sets what is not the system's to choose; sizes of buffers are, which it suits to the network."""
+    connection.setblocking(False)
+    with contextlib.suppress(OSError):  # an end that came before is for whoever uses it
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_NODELAY, 1),
+            (_TCP_THIN_LINEAR_TIMEOUTS, 1),
+            (socket.TCP_KEEPIDLE, _KEEP_ALIVE_S),
+            (socket.TCP_KEEPINTVL, _KEEP_ALIVE_S),
+            (socket.TCP_KEEPCNT, _MOST_PROBES),
+        ):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _is_unanswered(connection: socket.socket) -> bool:
+    """Whether the other machine has not confirmed what it was last sent, though that was sent again, or asked."""
+    try:
+        state = _TCP_INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+    except OSError:  # its end is for whoever uses it
+        return False
+    num_retransmits, num_probes, since_sent, since_confirmed = state
+    # What is sent again to a process that does not read is confirmed, but not taken.
+    return bool(num_probes or (num_retransmits and since_confirmed > since_sent))
+
+
+def _view(data: Any) -> memoryview:
+    """The bytes of a buffer; an empty one cannot be cast."""
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _close_all() -> None:
+    for each in list(_open):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_close_all)

@@ -35,7 +35,8 @@ class Async:
 class BoundedStaleness:
     """No push is applied that has missed more than so many others: workers that are ahead wait.
 
-    At most `max_staleness + 1` workers compute at a time.
+    At most `max_staleness + 1` workers compute at a time. Between machines each worker counts its own pushes, and one
+    that is more than `max_staleness` of them ahead of the slowest waits.
 
     Args:
         max_staleness: How many pushes of others may be applied between a worker's pull and its push.

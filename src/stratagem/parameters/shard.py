@@ -92,12 +92,18 @@ class Shard:
         if worker in self._lives:
             self.admit(worker)
 
-    def pull(self, names: Sequence[str] | None = None, rows: Mapping[str, torch.Tensor] | None = None) -> Pulled:
+    def pull(
+        self,
+        names: Sequence[str] | None = None,
+        rows: Mapping[str, torch.Tensor] | None = None,
+        into: Mapping[str, torch.Tensor] | None = None,
+    ) -> Pulled:
         """Copies of values, all of one version.
 
         Args:
             names: Of which variables; by default of all that are not `sparse`.
             rows: Of which variables only some rows, and which: int64, counted from the piece's first row.
+            into: Where whole variables are copied to; by default to new memory.
         Raises:
             ParameterError: There is no such variable or row here.
         """
@@ -105,7 +111,7 @@ class Shard:
         found: dict[str, torch.Tensor | Rows] = {}
         chosen = [name for name, each in self.pieces.items() if not each.variable.sparse] if names is None else names
         for name in chosen:
-            found[name] = self._value(name).clone()
+            found[name] = self._value(name).clone() if into is None else into[name].copy_(self._value(name))
         for name, indices in (rows or {}).items():
             if reason := _why_no_rows(name, indices, len(self._value(name)) if self._value(name).dim() else 0):
                 raise ParameterError(reason)
@@ -230,7 +236,7 @@ class _Applier:
                 {**_listed(options), "params": own or [torch.zeros(1)]}
                 for (_, options), own in zip(spec.groups, held, strict=True)
             ]
-            built = self._kind(given) if given else None
+            built = self._kind(given, **_shared_by(self._kind, given)) if given else None
         except (TypeError, ValueError) as error:
             raise ParameterError(f"{spec.kind} does not take these options: {error}") from error
         groups = built.param_groups if built is not None else []
@@ -301,6 +307,12 @@ def _as_gradient(gradient: "torch.Tensor | Rows", value: torch.Tensor) -> torch.
     return torch.sparse_coo_tensor(
         gradient.indices[None], gradient.values, value.shape, is_coalesced=True, check_invariants=False
     )
+
+
+def _shared_by(kind: type[torch.optim.Optimizer], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a constructor is given: some options (Adagrad's first value of its sums) it takes from there alone."""
+    known = inspect.signature(kind).parameters.keys() - {"params"}
+    return {name: value for name, value in groups[0].items() if name in known}
 
 
 def _listed(options: Mapping[str, Plain]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 
 from stratagem.collectives.contract import is_finite
-from stratagem.parameters.board import NUM_BUCKETS
+from stratagem.parameters.board import NUM_BUCKETS, Board
 from stratagem.parameters.journal import Saving, Target
 from stratagem.parameters.states import ELEMENTWISE, Part, StateMemory, bare_step, over, shared_part
 from stratagem.parameters.variables import TABLE, Held, LocalVariables
@@ -112,8 +112,7 @@ class SharedUpdate:
         finally:
             for _, tensor, _, _ in self._parts:
                 tensor.grad = None
-        board = self._variables.board
-        board.histogram[self._worker, min(staleness, NUM_BUCKETS - 1)] += 1
+        note_staleness(self._variables.board, self._worker, staleness)
 
     def _build(self) -> None:
         """Makes an optimizer over the shared values; now that the worker's own has the groups of the main program."""
@@ -176,6 +175,11 @@ class SharedUpdate:
             board = self._variables.board
             board.state_version += 1
             self._take_state()
+
+
+def note_staleness(board: Board, worker: int, staleness: int) -> None:
+    """Counts a push of a worker."""
+    board.histogram[worker, min(staleness, NUM_BUCKETS - 1)] += 1
 
 
 def as_gradient(gradient: torch.Tensor) -> torch.Tensor:

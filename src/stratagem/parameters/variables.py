@@ -222,13 +222,26 @@ class LocalVariables:
         """
         for held, own in changed:
             pulled = self._pulled[held.target.number]
-            shared = held.store.shared
-            if own.dtype == torch.bool:
-                shared.copy_(torch.where(own == pulled, shared, own))
-            else:
-                # Where nobody else was, the value itself: it is not rounded again.
-                shared.copy_(torch.where(shared == pulled, own, shared + (own - pulled).masked_fill_(own == pulled, 0)))
+            held.store.shared.copy_(_with_changes(held.store.shared, pulled, own))
             pulled.copy_(own)
+
+    def refresh(self) -> None:
+        """Brings this worker's copies up to date, with what it has changed in buffers; the caller holds all shards."""
+        for held, own in self.changed_buffers():
+            number, shared = held.target.number, held.store.shared
+            own.copy_(_with_changes(shared, self._pulled[number], own))
+            self._pulled[number].copy_(shared)
+            self._copied[number] = int(self.board.targets[number, 3])
+        for shard in range(self.memory.num_shards):
+            self.copy_shard(shard)
+
+
+def _with_changes(shared: torch.Tensor, pulled: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """What all have, with the changes of a worker."""
+    if own.dtype == torch.bool:
+        return torch.where(own == pulled, shared, own)
+    # Where nobody else was, the value itself: it is not rounded again.
+    return torch.where(shared == pulled, own, shared + (own - pulled).masked_fill_(own == pulled, 0))
 
 
 def shared_view(held: Held, placement: Placement) -> torch.Tensor:

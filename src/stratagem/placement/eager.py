@@ -33,6 +33,7 @@ class Placing(TorchFunctionMode):
 
     places: Places
     _host: Place
+    _frame: scopes.Frame
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,6 +45,7 @@ class Placing(TorchFunctionMode):
     def begin(self, places: Places) -> None:
         """Goes on with these places, and asks the scopes anew."""
         self.places, self._host = places, places.host
+        self._frame = scopes.frame()
         self._asked = _NOT_ASKED
         if not scopes.asks_functions():
             with contextlib.suppress(DeviceNotFoundError):  # it is the error of the first operation, if one comes
@@ -110,6 +112,8 @@ class Placing(TorchFunctionMode):
         # An optimizer and its state are where the parameters are, whatever code around it asks for; its closure is not.
         if self._updates and not torch.is_grad_enabled():
             return None
+        if scopes.frame() is not self._frame:  # another coroutine has its turn
+            self.begin(self.places)
         if self._asked is not _NOT_ASKED:
             found: Asked | None = self._asked
             return found

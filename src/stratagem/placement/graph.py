@@ -19,9 +19,9 @@ import torch
 
 from stratagem.errors import GraphError, GraphTypeError
 from stratagem.placement import scopes
-from stratagem.placement.graph_nodes import Initializer, Kind, Node, Output, described
-from stratagem.placement.graph_recorder import GraphRecorder, RecordingMode
-from stratagem.placement.graph_tensor import GraphTensor
+from stratagem.placement.graph_nodes import Initializer, Kind, Node, Output, described, same_form
+from stratagem.placement.graph_recorder import GraphRecorder
+from stratagem.placement.graph_tensor import GraphTensor, RecordingMode
 
 Shape: TypeAlias = Sequence[int] | int
 
@@ -36,7 +36,7 @@ class Graph:
     around it ask for, gradients and in-place changes included; shapes and types are known at once. Parameters of
     modules, and tensors that are changed in place, become variables, other tensors constants. What concerns no tensor
     of the graph is computed at once, as ever; so is `torch.rand(2)`: random numbers of a graph come from operations on
-    its tensors, such as dropout.
+    its tensors, such as dropout. Gradients that `backward()` puts into parameters are there until the block ends.
 
     Example:
         >>> with Graph() as graph:
@@ -92,6 +92,8 @@ class Graph:
     ) -> None:
         _open.graphs.remove(self)
         self._entered.pop().close()
+        if not self._entered:
+            self.recorder.give_back_gradients()
 
     def __repr__(self) -> str:
         return f"<Graph of {len(self.recorder.nodes)} operations>"
@@ -123,12 +125,12 @@ def reset_default_graph() -> None:
 
 
 @scopes.recording()
-def placeholder(dtype: torch.dtype, shape: Shape = (), name: str | None = None) -> GraphTensor:
+def placeholder(dtype: torch.dtype, shape: Sequence[int | None] | int = (), name: str | None = None) -> GraphTensor:
     """A tensor whose value is fed to each run.
 
     Args:
         dtype: Its type, such as `torch.float32`.
-        shape: Its shape.
+        shape: Its shape; a size that is `None` may be another one in each run.
         name: By default `Placeholder`, `Placeholder_1`, ...
 
     Raises:
@@ -136,9 +138,9 @@ def placeholder(dtype: torch.dtype, shape: Shape = (), name: str | None = None) 
     """
     if not isinstance(dtype, torch.dtype):
         raise GraphTypeError(f"a placeholder has a type of torch, such as torch.float32, got {dtype!r}")
-    recorder = get_default_graph().recorder
-    meta = torch.empty(_checked_shape(shape), dtype=dtype, device=_META)
-    return recorder.tensor(recorder.add(Kind.PLACEHOLDER, "Placeholder", [meta], name=_checked_name(name)))
+    sizes: Sequence[int | None] = shape if isinstance(shape, Sequence | torch.Size) else [shape]
+    _checked_shape([0 if each is None else each for each in sizes])
+    return get_default_graph().recorder.placeholder(sizes, dtype, _checked_name(name))
 
 
 @scopes.recording()
@@ -238,7 +240,7 @@ def assign(variable: GraphTensor, value: GraphTensor | torch.Tensor | float) -> 
     recorder = variable.recorder
     made = value if isinstance(value, torch.Tensor) else _as_tensor(value, target.outputs[0].dtype)
     output = recorder.lookup(made) or Output(recorder.constant(made), 0)  # type: ignore[attr-defined]
-    if output.meta.shape != target.outputs[0].shape or output.meta.dtype != target.outputs[0].dtype:
+    if not same_form(output.meta, target.outputs[0]):
         raise GraphError(
             f"{target.name!r} is {described(target.outputs[0])}, it cannot become {described(output.meta)}"
         )
@@ -254,7 +256,7 @@ def add_n(inputs: Sequence[torch.Tensor], name: str | None = None) -> torch.Tens
     tensors = list(inputs)
     if not tensors or not all(isinstance(each, torch.Tensor) for each in tensors):
         raise GraphTypeError(f"add_n takes a list of one tensor or more, got {inputs!r}")
-    different = [each for each in tensors if (each.shape, each.dtype) != (tensors[0].shape, tensors[0].dtype)]
+    different = [each for each in tensors if not same_form(each, tensors[0])]
     if different:
         raise GraphError(
             f"add_n takes tensors of one shape and type, got {described(tensors[0])} and {described(different[0])}"

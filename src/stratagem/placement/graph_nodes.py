@@ -5,6 +5,7 @@ Values only. Recording is `graph_recorder`'s, running `session_run`'s.
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias, final
 
@@ -49,6 +50,18 @@ class Output(NamedTuple):
 
 
 @final
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A number among the arguments of a node that is computed of unknown sizes, when these are there.
+
+    Args:
+        number: Its place among all of its graph, or of a part that has travelled.
+    """
+
+    number: int
+
+
+@final
 @dataclasses.dataclass(eq=False)
 class Node:
     """One operation of a graph.
@@ -59,7 +72,8 @@ class Node:
         name: Unique in its graph.
         type: What it computes, in TensorFlow's words.
         spec: What the device scopes asked for.
-        line: Where the program made it.
+        line: Where the program made it, shortly.
+        file: The file of that line.
         outputs: The shape and type of each result, as tensors without values.
         function: The operation of torch, where it is one.
         args: Its arguments, with an `Output` in place of each tensor.
@@ -83,6 +97,7 @@ class Node:
     spec: DeviceSpec
     line: str
     outputs: tuple[torch.Tensor, ...]
+    file: str = ""
     function: Any = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -100,8 +115,8 @@ class Node:
 
     @property
     def num_bytes(self) -> int:
-        """What its results take."""
-        return sum(each.nbytes for each in self.outputs)
+        """What its results take; those of unknown size, by an example."""
+        return sum(math.prod(map(example_of, each.shape)) * each.element_size() for each in self.outputs)
 
     def __repr__(self) -> str:
         return f"<{self.type} {self.name!r}>"
@@ -118,9 +133,16 @@ def outputs_in(template: Any) -> Iterator[Output]:
         yield from outputs_in(list(template.values()))
 
 
-def filled(template: Any, value_of: Callable[[Output], Any]) -> Any:
-    """Arguments with values in place of outputs."""
-    if isinstance(template, Output):
+def is_filled(template: Any) -> bool:
+    """Whether arguments refer to no outputs and no sizes."""
+    if isinstance(template, Output | Size):
+        return False
+    return not isinstance(template, tuple | list) or all(is_filled(each) for each in template)
+
+
+def filled(template: Any, value_of: Callable[[Any], Any]) -> Any:
+    """Arguments with values in place of outputs and sizes."""
+    if isinstance(template, Output | Size):
         return value_of(template)
     if isinstance(template, tuple | list):
         return type(template)([filled(each, value_of) for each in template])
@@ -128,10 +150,30 @@ def filled(template: Any, value_of: Callable[[Output], Any]) -> Any:
 
 
 def described(tensor: torch.Tensor) -> str:
-    """Shape and type, for messages.
+    """Shape and type, for messages; an unknown size is None.
 
     Example:
         >>> described(torch.ones(2, 3))
         '(2, 3) float32'
     """
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{shape_text(tensor)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def shape_text(tensor: torch.Tensor) -> str:
+    """The shape, for messages."""
+    return str(tuple(None if isinstance(each, torch.SymInt) else each for each in tensor.shape))
+
+
+def same_form(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one type and one shape, whatever numbers their unknown sizes get."""
+    return one.dtype == other.dtype and [*map(_known, one.shape)] == [*map(_known, other.shape)]
+
+
+def example_of(size: Any) -> int:
+    """A size as a number, of an unknown one that of the example which it was recorded with."""
+    number: int = size.node.hint if isinstance(size, torch.SymInt) else size
+    return number
+
+
+def _known(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size

@@ -7,25 +7,37 @@ part of a changed one are made again. Functions that only concern the program's 
 
 import contextlib
 import dataclasses
-import os
-import sys
+import importlib
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stratagem.devices.spec import DeviceSpec
 from stratagem.errors import GraphError
 from stratagem.placement import graph_rules, scopes
-from stratagem.placement.graph_nodes import Kind, Node, Output, described, filled, outputs_in
+from stratagem.placement.graph_nodes import (
+    Kind,
+    Node,
+    Output,
+    Size,
+    described,
+    example_of,
+    filled,
+    outputs_in,
+    same_form,
+)
 from stratagem.placement.graph_tensor import Cell, GraphTensor, View, no_value
+from stratagem.placement.lines import users_line
 from stratagem.placement.names import NameCounter
 from stratagem.placement.residence import device_of
+
+if TYPE_CHECKING:
+    from stratagem.placement.graph_sizes import UnknownSizes
 
 _aten: Final = torch.ops.aten
 _META: Final = torch.device("meta")
@@ -37,11 +49,15 @@ class GraphRecorder:
 
     Args:
         adopts_all: Whether every tensor that the program made before is a variable, not only parameters: for traces.
+
+    Attributes:
+        sizes: The unknown sizes of the graph, if it has any.
     """
 
     def __init__(self, *, adopts_all: bool = False) -> None:
         self.nodes: list[Node] = []
         self.names = NameCounter()
+        self.sizes: UnknownSizes | None = None
         self.assignments: dict[Node, Node] = {}
         self._made: list[weakref.ref[GraphTensor]] = []
         self._adopts_all = adopts_all
@@ -59,12 +75,23 @@ class GraphRecorder:
         name = self.names.unique(wanted or type_name)
         inputs = tuple(outputs_in((fields.get("args", ()), fields.get("kwargs", {}))))
         spec = scopes.spec_for(scopes.Operation(type_name, name, tuple(each.node for each in inputs)))
-        node = Node(
-            len(self.nodes), kind, name, type_name, spec=spec, line=_calling_line(), outputs=tuple(outputs), **fields
-        )
+        file, line = users_line()
+        fields |= {"spec": spec, "line": f"{Path(file).name}:{line}", "file": file, "outputs": tuple(outputs)}
+        node = Node(len(self.nodes), kind, name, type_name, **fields)
         self._note_gradient(node)
         self.nodes.append(node)
         return node
+
+    def placeholder(self, shape: Sequence[int | None], dtype: torch.dtype, name: str | None) -> GraphTensor:
+        """A node whose value is fed."""
+        if None not in shape:
+            meta = torch.empty(shape, dtype=dtype, device=_META)  # type: ignore[arg-type]
+            return self.tensor(self.add(Kind.PLACEHOLDER, "Placeholder", [meta], name=name))
+        if self.sizes is None:  # loads what no other graph needs
+            self.sizes = importlib.import_module("stratagem.placement.graph_sizes").UnknownSizes()
+        node = self.add(Kind.PLACEHOLDER, "Placeholder", [], name=name)
+        node.outputs = (self.sizes.placeholder(node.name, shape, dtype),)
+        return self.tensor(node)
 
     def tensor(self, node: Node, index: int = 0, **how: Any) -> GraphTensor:
         """The tensor that stands for a result of a node."""
@@ -107,7 +134,7 @@ class GraphRecorder:
     def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operation of torch: noted if it concerns the graph, otherwise run."""
         tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        if not self._concerns(function, tensors):
+        if not (self._concerns(function, tensors) or self._has_symbols(args)):
             result = function(*args, **kwargs)
             if function not in graph_rules.SAME or args[0] in self._born:  # `parameter.data` is the parameter's memory
                 for each in pytree.tree_leaves(result):
@@ -133,6 +160,9 @@ class GraphRecorder:
         reads = torch.is_grad_enabled() and not function._schema.is_mutable
         return reads and any(_is_parameter(each) for each in tensors)
 
+    def _has_symbols(self, args: tuple[Any, ...]) -> bool:
+        return self.sizes is not None and any(isinstance(each, torch.SymInt) for each in pytree.tree_leaves(args))
+
     def _out_of_place(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         node, result = self._operation(function, args, kwargs)
         view = None
@@ -153,6 +183,12 @@ class GraphRecorder:
         if not all(isinstance(each, torch.Tensor) for each in metas):
             raise GraphError(f"{function} gives something that is not a tensor; a graph holds tensors only")
         node = self.add(Kind.OPERATION, type_name, metas, function=function, args=args, kwargs=kwargs)
+        if self.sizes is not None:
+            try:
+                self.sizes.require_no_number(node)
+            except GraphError:
+                self.nodes.remove(node)
+                raise
         if not metas:
             for each in node.inputs:
                 each.node.checks.append(node)
@@ -160,17 +196,21 @@ class GraphRecorder:
 
     def _metas(self, function: Any, type_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The shapes that an operation gives, or the error that says why it cannot be."""
-        args, kwargs = _with_metas(args), {name: _with_metas(each) for name, each in kwargs.items()}
+        args, kwargs = self._with_metas(args), {name: self._with_metas(each) for name, each in kwargs.items()}
         if kwargs.get("device") is not None:
             kwargs["device"] = _META
         try:
-            return function(*args, **kwargs)
+            with contextlib.nullcontext() if self.sizes is None else self.sizes.computing():
+                return function(*args, **kwargs)
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
             shapes = ", ".join(described(each) for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor))
             why = str(error).strip().partition("\n")[0]
-            if "dynamic" in why or "data-dependent" in why or isinstance(error, NotImplementedError):
+            if "symbolic sizes" in why:
+                why = "torch needs the number of an unknown size for it; give the placeholder that size"
+            elif "dynamic" in why or "data-dependent" in why or isinstance(error, NotImplementedError):
                 why = f"its shape depends on values, or torch does not know it without them ({why})"
-            raise GraphError(f"{type_name} cannot be recorded for {shapes}: {why}") from error
+            legend = "" if self.sizes is None else self.sizes.legend()
+            raise GraphError(f"{type_name} cannot be recorded for {shapes}: {why}{legend}") from error
 
     def _in_place(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         overload = graph_rules.functional(function)
@@ -180,10 +220,11 @@ class GraphRecorder:
                 f"returns its result"
             )
         targets = [self._written(each) for each in pytree.tree_leaves(args[0])]
-        for target in targets:
-            self._require_whole(target, graph_rules.type_name(function))
+        if torch.is_grad_enabled():
+            for target in targets:
+                self._require_whole(target, graph_rules.type_name(function))
         defaults = [each.default_value for each in function._schema.arguments[len(args) :] if not each.kwarg_only]
-        if overload is _aten.bernoulli.p and not targets[0].output.meta.is_contiguous():
+        if overload is _aten.bernoulli.p and _memory_order(targets[0].output.meta) != [*range(args[0].dim())]:
             self._change(targets[0], self._chance(targets[0], (*args[1:], *defaults), kwargs))
             return args[0]
         node, _ = self._operation(overload, (*args, *defaults), kwargs)
@@ -194,7 +235,7 @@ class GraphRecorder:
     def _chance(self, target: Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Output:
         """Random numbers in the order of memory, as in place, so that the same seed gives the same ones."""
         meta = target.output.meta
-        order = sorted(range(meta.dim()), key=meta.stride, reverse=True)
+        order = _memory_order(meta)
         there = GraphTensor(self, Cell(self._current(target))).permute(order)
         drawn, _ = self._operation(_aten.bernoulli.p, (there, *args), kwargs)
         back = sorted(range(meta.dim()), key=order.__getitem__)
@@ -204,16 +245,29 @@ class GraphRecorder:
         if target.view is not None:
             raise GraphError(
                 f"{what} changes {target.output.name!r} in place, which is part of {target.view.base.output.name!r}; a "
-                f"graph records changes of whole tensors. Make a new tensor with torch.where, torch.cat or the like"
+                f"graph records changes of whole tensors, and of parts under torch.no_grad(). Make a new tensor with "
+                f"torch.where, torch.cat or the like"
             )
 
     def _change(self, target: Cell, output: Output) -> None:
-        if output.meta.shape != target.output.meta.shape or output.meta.dtype != target.output.meta.dtype:
+        if not same_form(output.meta, target.output.meta):
             raise GraphError(
                 f"{target.output.name!r} is {described(target.output.meta)}, and cannot become "
                 f"{described(output.meta)} in place"
             )
         target.change(output if target.variable is None else Output(self.assign(target.variable, output), 0))
+        if target.view is not None:
+            self._change_around(target, target.view)
+
+    def _change_around(self, part: Cell, view: View) -> None:
+        """What shows a part of a tensor has changed, and with it that tensor."""
+        whole, new = (GraphTensor(self, Cell(each)) for each in (self._current(view.base), part.output))
+        made = graph_rules.put_back(view.function, view.args[1:], whole, new)
+        if made is None:
+            self._require_whole(part, graph_rules.type_name(view.function))
+        else:
+            self._change(view.base, self._current(self._cell(made)))
+            part.view = dataclasses.replace(view, version=view.base.version)
 
     def _batch_norm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Its running statistics are written without the schema saying so."""
@@ -234,7 +288,15 @@ class GraphRecorder:
             return self._current(self._cell(args))
         if isinstance(args, tuple | list):
             return type(args)(self._templates(each) for each in args)
+        if isinstance(args, torch.SymInt | torch.SymFloat) and self.sizes is not None:
+            return self.sizes.size(args)
         return args
+
+    def _with_metas(self, template: Any) -> Any:
+        sizes = self.sizes
+        if sizes is None:
+            return filled(template, lambda output: output.meta)
+        return filled(template, lambda each: sizes.symbol(each) if isinstance(each, Size) else sizes.form(each.meta))
 
     def _cell(self, tensor: torch.Tensor) -> Cell:
         if isinstance(tensor, GraphTensor):
@@ -327,43 +389,9 @@ class GraphRecorder:
         return self._cell(tensor).output.node.name
 
 
-class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is on, a graph hears of everything that torch does in this thread.
-
-    Args:
-        recorder: Of the graph.
-    """
-
-    def __init__(self, recorder: GraphRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in pytree.tree_leaves((args, kwargs)):
-            if isinstance(each, GraphTensor) and each.recorder is not self._recorder:
-                raise GraphError(
-                    f"{each.op_name!r} belongs to another graph than the one that is open; leave that block first"
-                )
-        return self._recorder.record(func, args, kwargs or {})
-
-
-_OURS: Final = (
-    str(Path(__file__).parents[1]) + os.sep,
-    str(Path(torch.__file__).parent) + os.sep,
-    contextlib.__file__,
-)
-
-
-def _calling_line() -> str:
-    """The nearest line that is neither stratagem's nor torch's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _with_metas(template: Any) -> Any:
-    return filled(template, lambda output: output.meta)
+def _memory_order(meta: torch.Tensor) -> list[int]:
+    """The dimensions of a tensor, those first along which memory is farthest apart."""
+    return sorted(range(meta.dim()), key=lambda each: example_of(meta.stride(each)), reverse=True)
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:

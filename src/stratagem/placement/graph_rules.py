@@ -49,6 +49,35 @@ def type_name(function: Any) -> str:
     return TYPES.get(name) or type_of(name)
 
 
+def put_back(function: Any, args: tuple[Any, ...], whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
+    """What a tensor is after a part of it was changed.
+
+    Args:
+        function: What has made the part.
+        args: Its arguments after the tensor.
+        whole: The tensor.
+        part: The new part.
+
+    Returns:
+        The new tensor; None if that cannot be said of this function.
+    """
+    match function._schema.name.partition("::")[2]:
+        case "t":
+            return part.t()
+        case "transpose":
+            return part.transpose(*args)
+        case "permute":
+            order = [each % part.dim() for each in args[0]]
+            return part.permute([order.index(each) for each in range(part.dim())])
+        case "view" | "_unsafe_view" | "unsqueeze" | "squeeze":
+            return part.reshape(whole.shape)
+        case "select":
+            return torch.select_scatter(whole, part, *args)
+        case "slice":
+            return torch.slice_scatter(whole, part, *args)
+    return None
+
+
 @functools.cache
 def functional(function: Any) -> Any:
     """The operation that computes what an in-place one writes into its first argument; None if there is none."""

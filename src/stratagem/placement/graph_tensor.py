@@ -4,10 +4,13 @@ Whatever torch does with it (functions, operators, autograd) arrives here as one
 handed to the recorder of its graph.
 """
 
+import contextlib
 import dataclasses
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stratagem.errors import GraphError
 from stratagem.placement.graph_nodes import Node, Output, described
@@ -17,6 +20,10 @@ _HOST = torch.device("cpu")
 
 class Recorder(Protocol):
     """What a tensor needs of its graph."""
+
+    @property
+    def sizes(self) -> Any:
+        """The unknown sizes of the graph, if it has any."""
 
     def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Notes one operation; returns tensors of the graph."""
@@ -73,8 +80,13 @@ class GraphTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Lets modes above see that a call concerns a graph; nothing else."""
-        with torch._C.DisableTorchFunctionSubclass():
+        """Lets modes above see that a call concerns a graph; readies torch for unknown sizes."""
+        graph = (each.recorder for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, GraphTensor))
+        sizes = next((each.sizes for each in graph), None)
+        with (
+            torch._C.DisableTorchFunctionSubclass(),
+            contextlib.nullcontext() if sizes is None else sizes.recording(func),
+        ):
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -105,10 +117,30 @@ class GraphTensor(torch.Tensor):
         return f"<GraphTensor {self.op_name!r} {described(self.cell.output.meta)}>"
 
 
+class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is on, a graph hears of everything that torch does in this thread.
+
+    Args:
+        recorder: Of the graph.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in pytree.tree_leaves((args, kwargs)):
+            if isinstance(each, GraphTensor) and each.recorder is not self._recorder:
+                raise GraphError(
+                    f"{each.op_name!r} belongs to another graph than the one that is open; leave that block first"
+                )
+        return self._recorder.record(func, args, kwargs or {})
+
+
 def recorder_of(function: Any, args: Any, kwargs: Any) -> Recorder:
     """The one graph that the tensors of a call belong to."""
     found: list[GraphTensor] = []
-    for each in torch.utils._pytree.tree_leaves((args, kwargs)):
+    for each in pytree.tree_leaves((args, kwargs)):
         if isinstance(each, GraphTensor):
             found.append(each)
     for other in found[1:]:

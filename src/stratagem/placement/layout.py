@@ -111,8 +111,10 @@ def label_at(arrow: Arrow, width: float) -> float:
 
 
 def short(device: str) -> str:
-    """`GPU:0` for `/device:GPU:0`."""
-    return device.removeprefix("/device:")
+    """`GPU:0` for `/device:GPU:0`, `worker/1 GPU:0` for that device of another task."""
+    task, _, own = device.rpartition("/device:")
+    named = "/".join(each.partition(":")[2] for each in task.split("/") if each.startswith(("job:", "task:")))
+    return f"{named} {own}".strip() if own else device
 
 
 def heaviest(records: Sequence[PlacementRecord]) -> list[Traffic]:

@@ -7,11 +7,8 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol, final
 
 import torch
@@ -20,13 +17,13 @@ from stratagem.devices.inventory import Inventory, this_process
 from stratagem.devices.spec import CPU
 from stratagem.errors import DeviceTypeError
 from stratagem.placement import pictures
+from stratagem.placement.lines import users_line
 from stratagem.placement.names import NameCounter, type_of
 from stratagem.placement.records import Copy, PlacementRecord
 from stratagem.placement.residence import Asked, Place, storage_of
 from stratagem.placement.resolution import full_name
 
 _MAKERS = "_stratagem_makers"
-_INSIDE = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
 
 
 class Collector(Protocol):
@@ -104,7 +101,7 @@ class PlacementLog:
             Copy(source.device.name, event.place.device.name, _num_bytes(copied), makers.get(id(tensor), ""))
             for tensor, copied, source in event.copies
         )
-        line = _users_line()
+        file, line = users_line()
         record = PlacementRecord(
             operation=operation,
             name=name,
@@ -113,8 +110,8 @@ class PlacementLog:
             why=event.why,
             copies=copies,
             inputs=tuple(dict.fromkeys(maker for maker in makers.values() if maker)),
-            file=line[0],
-            line=line[1],
+            file=file,
+            line=line,
         )
         self.records.append(record)
         for tensor in _results_in(event.results):
@@ -123,6 +120,10 @@ class PlacementLog:
             if copied.requires_grad and copied.grad_fn is not None:
                 hook = self._gradient_hook(record, source.device.name, makers.get(id(tensor), ""))
                 copied.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def unique(self, name: str) -> str:
+        """A name that no other record of this log has."""
+        return self._names.unique(name)
 
     def close(self) -> None:
         self._open = False
@@ -187,9 +188,14 @@ class PlacementLog:
         return len(self.records)
 
 
+def listening() -> list[PlacementLog]:
+    """The logs that take records at this moment."""
+    return [each for each in collectors if isinstance(each, PlacementLog)]
+
+
 @contextlib.contextmanager
 def log_placement() -> Iterator[PlacementLog]:
-    """Takes down where every operation of the block runs, why, and what is copied for it."""
+    """Takes down where every operation of the block runs, why, and what is copied for it; those of sessions too."""
     log = PlacementLog()
     collectors.append(log)
     try:
@@ -261,11 +267,3 @@ def _results_in(results: Any) -> Iterator[torch.Tensor]:
 
 def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _users_line() -> tuple[str, int]:
-    """The line of the user's program that an operation stands in, past torch's own."""
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
-        frame = frame.f_back
-    return ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)

@@ -1,5 +1,6 @@
 """Moves parts of a model to devices: model parallelism in one call."""
 
+import difflib
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -40,9 +41,14 @@ def place(model: _Module, devices: DeviceLike | Mapping[str, DeviceLike]) -> _Mo
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     known = {name for name, _ in model.named_modules(remove_duplicate=False)} | {name for name, _ in tensors}
     if unknown := [name for name in wanted if name not in known]:
-        parts = ", ".join(repr(name) for name, _ in model.named_children())
-        raise PlacementError(f"{type(model).__name__} has no part {unknown[0]!r}; its parts are {parts or 'none'}")
-    names = {part: resolution.resolve(local_spec(each), "place()") for part, each in wanted.items()}
+        parts = [name for name, _ in model.named_children()] or [name for name, _ in tensors]
+        close = difflib.get_close_matches(str(unknown[0]), known - {""}, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        listed = ", ".join(map(repr, parts)) or "none"
+        raise PlacementError(f"{type(model).__name__} has no part {unknown[0]!r}{hint}; its parts are {listed}")
+    names = {
+        part: resolution.resolve(local_spec(each), repr(part) if part else "the model") for part, each in wanted.items()
+    }
     places = residence.current()
     goals: dict[torch.Tensor, tuple[Place, str]] = {}
     for name, tensor in tensors:

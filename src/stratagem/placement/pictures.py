@@ -11,6 +11,7 @@ from stratagem.placement.layout import COLOURS, Arrow, Box, Picture, amount, sho
 from stratagem.placement.records import PlacementRecord
 
 _COLUMN, _ROW, _WIDTH, _HEIGHT, _TOP = 250, 66, 180, 42, 40
+_MOST_LETTERS = 25
 _STYLE = """
 body { font: 14px/1.4 system-ui, sans-serif; margin: 2em; color: #222; background: #fff; max-width: 75em }
 table { border-collapse: collapse; margin: .5em 0 1.5em } th { text-align: left; color: #555; font-weight: 600 }
@@ -151,13 +152,14 @@ def _corner(box: Box) -> tuple[int, int]:
 
 def _svg_box(box: Box) -> str:
     left, top = _corner(box)
-    title = markup.escape(f"{box.title} ({box.times} x)" if box.times > 1 else box.title)
+    whole = f"{box.title} ({box.times} x)" if box.times > 1 else box.title
+    title = markup.escape(whole if len(whole) <= _MOST_LETTERS else f"{whole[: _MOST_LETTERS - 1]}…")
     middle = left + _WIDTH / 2
     first = top + (18 if box.where else 25)
     return (
         f'<rect x="{left}" y="{top}" width="{_WIDTH}" height="{_HEIGHT}" rx="7" '
         f'fill="{layout.tint(_colour(box.column))}" stroke="{_colour(box.column)}"/>'
-        f'<text x="{middle}" y="{first}" text-anchor="middle">{title}</text>'
+        f'<text x="{middle}" y="{first}" text-anchor="middle">{title}<title>{markup.escape(whole)}</title></text>'
         f'<text x="{middle}" y="{top + 33}" text-anchor="middle" fill="#777">{markup.escape(box.where)}</text>'
     )
 

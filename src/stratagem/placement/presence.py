@@ -39,7 +39,7 @@ def update() -> None:
         return
     _thread.changing = True  # what ends meanwhile must not begin this again
     try:
-        places = bool(scopes.state.stack) or residence.in_use()
+        places = bool(scopes.state.open) or residence.in_use()
         needed = places or bool(log.collectors)
         mode = _thread.mode or (Placing() if needed else None)
         _freeze(places)

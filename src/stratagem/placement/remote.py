@@ -7,71 +7,27 @@ refuses whatever it does not expect, before anything is computed. Tensors travel
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NoReturn, cast, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NoReturn, final
 
 import torch
 
 from stratagem.devices.spec import DeviceSpec
 from stratagem.errors import ProtocolError, SessionError
 from stratagem.placement import remote_operations
-from stratagem.placement.graph_nodes import Kind, Node, Output
+from stratagem.placement.graph_nodes import Kind, Node, Output, Size
+from stratagem.placement.remote_tensors import DTYPES, PartSizes, empty_of, header_of, refuse, require
 from stratagem.placement.session_places import Place
 from stratagem.placement.session_plan import Part, frees_of
 
-MOST_BYTES: Final = 2**36
 _MOST_NODES: Final = 10**6
 _MOST_LIST: Final = 10**5
 _MOST_TEXT: Final = 512
-_MOST_DIMENSIONS: Final = 64
 _WORD: Final = re.compile(r"[a-z_]{0,32}")
-_DTYPES: Final = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
-        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
-    )
-}
 _FORMATS: Final = {
     str(each).removeprefix("torch."): each
     for each in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 }
-
-
-# Tensors
-
-
-def header_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """The type and shape of a tensor."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise SessionError(
-            f"a tensor of type {name} cannot travel to another task; types that can: {', '.join(_DTYPES)}"
-        )
-    return {"dtype": name, "shape": list(tensor.shape)}
-
-
-def empty_of(header: Any, device: str = "cpu") -> torch.Tensor:
-    """A tensor without values that has the type and shape of a header.
-
-    Raises:
-        ProtocolError: It is no header, or one of a tensor that is too large.
-    """
-    if not isinstance(header, dict) or header.keys() != {"dtype", "shape"} or not _is_shape(header["shape"]):
-        _refuse("the header of a tensor")
-    dtype = _DTYPES.get(header["dtype"]) if isinstance(header["dtype"], str) else None
-    if dtype is None or math.prod(header["shape"]) * dtype.itemsize > MOST_BYTES:
-        _refuse("the type or size of a tensor")
-    return torch.empty(header["shape"], dtype=dtype, device=device)
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in the memory of the host; of one that is contiguous, without a copy."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(cast(Any, flat.view(torch.uint8).numpy())) if flat.numel() else memoryview(b"")
-
-
-# Parts
 
 
 @final
@@ -84,20 +40,36 @@ class Sent:
         constants: The tensors that go with it, once.
         inputs: What goes with each run, in order.
         outputs: What comes back from each run, in order.
+        sizes: The sizes of the graph whose numbers go with each run, in order.
     """
 
     about: dict[str, Any]
     constants: list[torch.Tensor]
     inputs: tuple[Output, ...]
     outputs: tuple[Output, ...]
+    sizes: tuple[Size, ...] = ()
+
+    def empty_inputs(self, numbers: Sequence[Any]) -> list[torch.Tensor]:
+        """Where the inputs of a run go, in the task.
+
+        Raises:
+            ProtocolError: The numbers are not those of this part, or make no shape.
+        """
+        require(len(numbers) == self.about["num_sizes"] and all(map(_is_number, numbers)), "the sizes of a run")
+        return [empty_of(each, numbers=numbers) for each in self.about["inputs"]]
 
 
-def encode_part(part: Part, variables: Mapping[Node, int]) -> Sent:
+def _no_symbols(symbol: Any) -> NoReturn:
+    raise SessionError(f"a graph without unknown sizes has come to {symbol!r}")
+
+
+def encode_part(part: Part, variables: Mapping[Node, int], size_of: Callable[[Any], Size] = _no_symbols) -> Sent:
     """A part for another task.
 
     Args:
         part: The part; variables that stand for tensors of this program are among its inputs.
         variables: The numbers of the variables that live in that task.
+        size_of: The sizes of the graph that symbols stand for (`UnknownSizes.size`).
 
     Raises:
         SessionError: An operation or an argument of it cannot travel.
@@ -106,9 +78,13 @@ def encode_part(part: Part, variables: Mapping[Node, int]) -> Sent:
     places = {each: index for index, each in enumerate(part.inputs)}
     constants: list[torch.Tensor] = []
     nodes: list[dict[str, Any]] = []
+    sizes = PartSizes(size_of)
 
     def reference(output: Output) -> list[int]:
         return [-1, places[output]] if output in places else [numbers[output.node], output.slot]
+
+    def refer_to(value: Output | Size) -> dict[str, Any]:
+        return sizes.refer_to(value) if isinstance(value, Size) else {"output": reference(value)}
 
     for node in part.nodes:
         about: dict[str, Any] = {
@@ -118,7 +94,7 @@ def encode_part(part: Part, variables: Mapping[Node, int]) -> Sent:
         }
         match node.kind:
             case Kind.OPERATION:
-                about |= _encode_operation(node, reference)
+                about |= _encode_operation(node, refer_to)
             case Kind.ADD_N:
                 about["inputs"] = [reference(each) for each in node.args[0]]
             case Kind.CONSTANT if node.value is not None:
@@ -133,15 +109,16 @@ def encode_part(part: Part, variables: Mapping[Node, int]) -> Sent:
         nodes.append(about)
     outputs = tuple(sorted(part.outputs, key=lambda each: (each.node.number, each.slot)))
     about = {
-        "inputs": [header_of(each.meta) for each in part.inputs],
+        "inputs": [header_of(each.meta, sizes) for each in part.inputs],
         "constants": [header_of(each) for each in constants],
         "nodes": nodes,
         "outputs": [[*reference(each)] for each in outputs],
+        "num_sizes": len(sizes.found),
     }
-    return Sent(about, constants, part.inputs, outputs)
+    return Sent(about, constants, part.inputs, outputs, tuple(sizes.found))
 
 
-def _encode_operation(node: Node, reference: Any) -> dict[str, Any]:
+def _encode_operation(node: Node, refer_to: Any) -> dict[str, Any]:
     name = remote_operations.name_of(node.function)
     if name is None:
         raise SessionError(
@@ -149,17 +126,17 @@ def _encode_operation(node: Node, reference: Any) -> dict[str, Any]:
             f"place it on a device of this process"
         )
     try:
-        args = [_encode(each, reference) for each in node.args]
-        kwargs = {key: _encode(each, reference) for key, each in node.kwargs.items()}
+        args = [_encode(each, refer_to) for each in node.args]
+        kwargs = {key: _encode(each, refer_to) for key, each in node.kwargs.items()}
     except ValueError as error:
         raise SessionError(f"{node.name} (made at {node.line}) cannot travel to another task: {error}") from None
     return {"operation": list(name), "args": args, "kwargs": kwargs, "num_outputs": len(node.outputs)}
 
 
-def _encode(value: Any, reference: Any) -> Any:
+def _encode(value: Any, refer_to: Any) -> Any:
     match value:
-        case Output():
-            return {"output": reference(value)}
+        case Output() | Size():
+            return refer_to(value)
         case None | bool() | int():
             return value
         case float():
@@ -167,8 +144,8 @@ def _encode(value: Any, reference: Any) -> Any:
         case str() if _WORD.fullmatch(value):
             return value
         case list() | tuple():
-            return [_encode(each, reference) for each in value]
-        case torch.dtype() if str(value).removeprefix("torch.") in _DTYPES:
+            return [_encode(each, refer_to) for each in value]
+        case torch.dtype() if str(value).removeprefix("torch.") in DTYPES:
             return {"dtype": str(value).removeprefix("torch.")}
         case torch.memory_format():
             return {"format": str(value).removeprefix("torch.")}
@@ -193,27 +170,34 @@ def decode_part(
     Raises:
         ProtocolError: The description breaks a rule.
     """
-    _require(isinstance(about, dict) and about.keys() == {"inputs", "constants", "nodes", "outputs"}, "a part")
-    _require(all(isinstance(each, list) and len(each) <= _MOST_NODES for each in about.values()), "the lists of a part")
-    reader = _Reader([_source(index, header) for index, header in enumerate(about["inputs"])], constants, variables)
+    lists = {"inputs", "constants", "nodes", "outputs"}
+    require(isinstance(about, dict) and about.keys() == {*lists, "num_sizes"}, "a part")
+    require(all(isinstance(about[key], list) and len(about[key]) <= _MOST_NODES for key in lists), "a list of a part")
+    num_sizes = about["num_sizes"]
+    require(type(num_sizes) is int and 0 <= num_sizes <= _MOST_LIST, "the number of sizes of a part")
+    inputs = [_source(index, header, num_sizes) for index, header in enumerate(about["inputs"])]
+    reader = _Reader(inputs, constants, variables, num_sizes)
     part = Part(0, place)
     for position, each in enumerate(about["nodes"]):
         part.nodes.append(reader.node(position, each))
-    _require(bool(part.nodes) and not reader.constants_left, "the nodes of a part")
+    require(bool(part.nodes) and not reader.constants_left, "the nodes of a part")
     part.inputs = tuple(Output(node, 0) for node in reader.inputs)
     outputs = tuple(reader.output(each) for each in about["outputs"])
-    _require(all(each.node in reader.made for each in outputs), "the outputs of a part")
+    require(all(each.node in reader.made for each in outputs), "the outputs of a part")
     part.outputs = frozenset(outputs)
     part.frees = frees_of(part)
-    return part, Sent({}, [], part.inputs, outputs)
+    return part, Sent({key: about[key] for key in ("inputs", "num_sizes")}, [], part.inputs, outputs)
 
 
 @final
 class _Reader:
     """Reads the nodes of one part, in order; a node refers only to earlier ones."""
 
-    def __init__(self, inputs: list[Node], constants: Sequence[torch.Tensor], variables: dict[int, Node]) -> None:
+    def __init__(
+        self, inputs: list[Node], constants: Sequence[torch.Tensor], variables: dict[int, Node], num_sizes: int
+    ) -> None:
         self.inputs = inputs
+        self._num_sizes = num_sizes
         self.made: dict[Node, None] = {}
         self._nodes: list[Node] = []
         self._constants = iter(constants)
@@ -221,7 +205,7 @@ class _Reader:
         self._variables = variables
 
     def node(self, position: int, about: Any) -> Node:
-        _require(isinstance(about, dict) and _is_text(about.get("name")) and _is_text(about.get("line")), "a node")
+        require(isinstance(about, dict) and _is_text(about.get("name")) and _is_text(about.get("line")), "a node")
         kind = about.get("kind")
         fields = about.keys() - {"kind", "name", "line"}
         match kind:
@@ -239,10 +223,10 @@ class _Reader:
                 return node
             case "assign" if fields == {"variable", "inputs"} and isinstance(about["inputs"], list):
                 target = self._variables.get(about["variable"]) if type(about["variable"]) is int else None
-                _require(target is not None and len(about["inputs"]) == 1, "an assignment")
+                require(target is not None and len(about["inputs"]) == 1, "an assignment")
                 made = {"kind": Kind.ASSIGN, "variable": target, "args": (self.output(about["inputs"][0]),)}
             case _:
-                _refuse("a node")
+                refuse("a node")
         num_outputs = made.pop("num_outputs", 1)
         node = _node(position, about["name"], about["line"], num_outputs=num_outputs, **made)
         self._nodes.append(node)
@@ -250,17 +234,17 @@ class _Reader:
         return node
 
     def output(self, reference: Any) -> Output:
-        _require(
+        require(
             isinstance(reference, list) and len(reference) == 2 and all(type(each) is int for each in reference),
             "a reference",
         )
         number, index = reference
         if number == -1:
-            _require(0 <= index < len(self.inputs), "a reference to an input")
+            require(0 <= index < len(self.inputs), "a reference to an input")
             return Output(self.inputs[index], 0)
-        _require(0 <= number < len(self._nodes), "a reference to a node")
+        require(0 <= number < len(self._nodes), "a reference to a node")
         node = self._nodes[number]
-        _require(0 <= index < len(node.outputs), "a reference to an output")
+        require(0 <= index < len(node.outputs), "a reference to an output")
         return Output(node, index)
 
     def _variable(self, about: Mapping[str, Any]) -> Node:
@@ -269,15 +253,15 @@ class _Reader:
 
     def _operation(self, about: Mapping[str, Any]) -> dict[str, Any]:
         named = about["operation"]
-        _require(isinstance(named, list) and len(named) == 2, "an operation")
+        require(isinstance(named, list) and len(named) == 2, "an operation")
         function = remote_operations.operation(*named)
         if function is None:
             raise ProtocolError(f"{str(named)[:_MOST_TEXT]} is not among the operations that a task runs for another")
         args, kwargs, num_outputs = about["args"], about["kwargs"], about["num_outputs"]
         names = [each.name for each in function._schema.arguments]
-        _require(isinstance(args, list) and len(args) <= len(names), f"the arguments of {named}")
-        _require(isinstance(kwargs, dict) and kwargs.keys() <= set(names), f"the arguments of {named}")
-        _require(type(num_outputs) is int and 0 <= num_outputs <= _MOST_LIST, f"the outputs of {named}")
+        require(isinstance(args, list) and len(args) <= len(names), f"the arguments of {named}")
+        require(isinstance(kwargs, dict) and kwargs.keys() <= set(names), f"the arguments of {named}")
+        require(type(num_outputs) is int and 0 <= num_outputs <= _MOST_LIST, f"the outputs of {named}")
         return {
             "kind": Kind.OPERATION,
             "function": function,
@@ -298,17 +282,19 @@ class _Reader:
                 return [self._value(each) for each in value]
             case {"output": reference, **rest} if not rest:
                 return self.output(reference)
+            case {"size": int(number), **rest} if not rest and 0 <= number < self._num_sizes:
+                return Size(int(number))
             case {"float": "inf" | "-inf" | "nan" as number, **rest} if not rest:
                 return float(number)
-            case {"dtype": str(name), **rest} if not rest and name in _DTYPES:
-                return _DTYPES[name]
+            case {"dtype": str(name), **rest} if not rest and name in DTYPES:
+                return DTYPES[name]
             case {"format": str(name), **rest} if not rest and name in _FORMATS:
                 return _FORMATS[name]
             case {"device": "here", **rest} if not rest:
                 return torch.device("cpu")
             case {"layout": "strided", **rest} if not rest:
                 return torch.strided
-        _refuse("an argument")
+        refuse("an argument")
 
 
 def variable_node(number: Any, name: Any, like: torch.Tensor, variables: dict[int, Node]) -> Node:
@@ -317,17 +303,18 @@ def variable_node(number: Any, name: Any, like: torch.Tensor, variables: dict[in
     Raises:
         ProtocolError: It has another type or shape than before.
     """
-    _require(type(number) is int and _is_text(name), "a variable")
+    require(type(number) is int and _is_text(name), "a variable")
     known = variables.get(number)
     if known is None:
-        _require(len(variables) < _MOST_NODES, "the number of variables")
+        require(len(variables) < _MOST_NODES, "the number of variables")
         known = variables[number] = _node(number, name, "", kind=Kind.VARIABLE, meta=like.to("meta"))
-    _require((known.outputs[0].shape, known.outputs[0].dtype) == (like.shape, like.dtype), "a variable")
+    require((known.outputs[0].shape, known.outputs[0].dtype) == (like.shape, like.dtype), "a variable")
     return known
 
 
-def _source(index: int, header: Any) -> Node:
-    return _node(index, f"input {index}", "", kind=Kind.PLACEHOLDER, meta=empty_of(header, "meta"))
+def _source(index: int, header: Any, num_sizes: int) -> Node:
+    meta = empty_of(header, "meta", [1] * num_sizes)
+    return _node(index, f"input {index}", "", kind=Kind.PLACEHOLDER, meta=meta)
 
 
 def _node(
@@ -346,22 +333,9 @@ def _node(
     return Node(number, kind, name, type_name, spec=DeviceSpec(), line=line, outputs=outputs, **fields)
 
 
-def _is_shape(shape: Any) -> bool:
-    return (
-        isinstance(shape, list)
-        and len(shape) <= _MOST_DIMENSIONS
-        and all(type(each) is int and 0 <= each < 2**48 for each in shape)
-    )
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= _MOST_TEXT
-
-
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        _refuse(what)
-
-
-def _refuse(what: str) -> NoReturn:
-    raise ProtocolError(f"{what} is not what it may be")

@@ -1,4 +1,4 @@
-"""Keeps the stack of device scopes of each thread: what `sg.device(...)` asks for.
+"""Keeps the stack of device scopes of each thread, and each coroutine in it: what `sg.device(...)` asks for.
 
 Owns how nested scopes combine into one spec. Does not know which devices exist (`resolution`), runs nothing
 (`eager` does for eager code, graphs for theirs). A recorder of graphs reads `spec_for(operation)` for each node and
@@ -6,11 +6,12 @@ wraps its work in `recording()`, so that the eager side leaves its operations al
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, ParamSpec, TypeAlias, TypeVar, final
 
@@ -47,18 +48,61 @@ NOTHING = DeviceSpec()
 """The spec that asks for nothing."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Entry:
+    """One time that a scope was entered."""
+
+    scope: "DeviceScope"
+    target: "DeviceSpec | DeviceFunction | None"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frame:
+    """The scopes that code is in, the innermost last, in its thread.
+
+    Args:
+        entries: The scopes.
+        fixed: What they ask for; None if that depends on the operation.
+        thread: Whose they are; another thread may see them, but is not in them.
+        num_left: How often the thread had left scopes when all of these were open.
+    """
+
+    entries: tuple[_Entry, ...] = ()
+    fixed: DeviceSpec | None = NOTHING
+    thread: int = 0
+    num_left: int = 0
+
+
 class _Scopes(threading.local):
-    """The scopes that a thread is in, the innermost last, and whether its operations are recorded, not run."""
+    """What a thread has entered.
+
+    Attributes:
+        open: The scopes that it has not left, in all its coroutines.
+        num_left: How often it has left scopes.
+        recorders: Whether its operations are recorded, not run.
+    """
 
     def __init__(self) -> None:
-        self.stack: list[DeviceSpec | DeviceFunction | None] = []
-        self.owners: list[DeviceScope] = []
-        self.fixed: DeviceSpec | None = NOTHING
+        self.open: dict[_Entry, None] = {}
+        self.num_left = 0
         self.recorders = 0
 
 
 state = _Scopes()
+_OUTSIDE = Frame()
+_frame: contextvars.ContextVar[Frame] = contextvars.ContextVar("stratagem_device_scopes", default=_OUTSIDE)
 _observers: list[Callable[[], None]] = []
+
+
+def frame() -> Frame:
+    """The scopes around the caller."""
+    found = _frame.get()
+    if found.thread != threading.get_ident():
+        return _OUTSIDE
+    if found.num_left != state.num_left:  # what one coroutine has left has ended for all
+        found = _framed(tuple(each for each in found.entries if each in state.open))
+        _frame.set(found)
+    return found
 
 
 @final
@@ -69,13 +113,13 @@ class DeviceScope:
         self._target = _read_target(target)
 
     def __enter__(self) -> DeviceSpec:
-        state.stack.append(self._target)
-        state.owners.append(self)
+        before, entry = frame(), _Entry(self, self._target)
+        state.open[entry] = None
         try:
-            _changed()
+            _set((*before.entries, entry))
         except BaseException:
-            del state.owners[-1], state.stack[-1]
-            _combine()
+            del state.open[entry]
+            _frame.set(before)
             raise
         return spec_for(None)
 
@@ -83,11 +127,14 @@ class DeviceScope:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # Scopes inside that were not left, as those of a generator that nobody finished, end with this one.
-        for depth in reversed(range(len(state.owners))):
-            if state.owners[depth] is self:
-                del state.owners[depth:], state.stack[depth:]
-                break
-        _changed()
+        entries = frame().entries
+        depth = max((index for index, each in enumerate(entries) if each.scope is self), default=len(entries))
+        # It may have been entered in another coroutine.
+        ended = entries[depth:] or [each for each in reversed(state.open) if each.scope is self][:1]
+        for each in ended:
+            state.open.pop(each, None)
+        state.num_left += 1
+        _set(entries[:depth])
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         """Runs every call of a function in this scope."""
@@ -96,7 +143,7 @@ class DeviceScope:
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
             raise DeviceTypeError(
                 f"sg.device(...) decorates plain functions, {function.__qualname__!r} runs in pieces; write "
-                f"`with sg.device(...):` inside it, around code that neither yields nor awaits"
+                f"`with sg.device(...):` inside it, in a generator around code that does not yield"
             )
 
         @functools.wraps(function)
@@ -114,7 +161,7 @@ def device(target: ScopeTarget) -> DeviceScope:
     """Places what is made or computed inside on a device: `with sg.device("/gpu:1"):`, or as a decorator.
 
     Inner scopes win, part by part: `/job:worker/task:1` around `/gpu:0` is both; an inner kind takes no index from
-    outside. Scopes belong to a thread.
+    outside. Scopes belong to a thread, and in it to a coroutine.
 
     Args:
         target: A device in any spelling, whole or in part; `None` for no scope at all, as if outside; or a function
@@ -142,13 +189,13 @@ def spec_for(operation: Operation | None) -> DeviceSpec:
     The result may be partial (`/device:GPU:*`, `/job:worker`) or `NOTHING`; `resolution.resolve` makes a device of this
     process of it.
     """
-    fixed = state.fixed
+    fixed = frame().fixed
     return fixed if fixed is not None else _merged(operation)
 
 
 def asks_functions() -> bool:
     """Whether the scopes of this thread need an operation to say what they ask for."""
-    return state.fixed is None
+    return frame().fixed is None
 
 
 def merge(outer: DeviceSpec, inner: DeviceSpec) -> DeviceSpec:
@@ -173,20 +220,26 @@ def observe(changed: Callable[[], None]) -> None:
     _observers.append(changed)
 
 
-def _changed() -> None:
-    _combine()
+def _framed(entries: tuple[_Entry, ...]) -> Frame:
+    functions = any(callable(each.target) for each in entries)
+    fixed = None if functions else _merge_all(entries, None)
+    return Frame(entries, fixed, threading.get_ident(), state.num_left)
+
+
+def _set(entries: tuple[_Entry, ...]) -> None:
+    _frame.set(_framed(entries))
     for each in _observers:
         each()
 
 
-def _combine() -> None:
-    functions = any(callable(each) for each in state.stack)
-    state.fixed = None if functions else _merged(None)
-
-
 def _merged(operation: Operation | None) -> DeviceSpec:
+    return _merge_all(frame().entries, operation)
+
+
+def _merge_all(entries: Sequence[_Entry], operation: Operation | None) -> DeviceSpec:
     spec = NOTHING
-    for target in reversed(state.stack):
+    for entry in reversed(entries):
+        target = entry.target
         if target is None:
             break
         if isinstance(target, DeviceSpec):

@@ -4,6 +4,8 @@ Owns the life of a session and the steps of one run. Where nodes run is `session
 `session_plan`'s, what computes them a fleet's: `session_local` for this process, one of `cluster` for several tasks.
 """
 
+import atexit
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,13 +21,14 @@ from stratagem.errors import GraphTypeError, SessionError
 from stratagem.placement import scopes
 from stratagem.placement.graph import Graph, get_default_graph
 from stratagem.placement.graph_nodes import Node, Output
-from stratagem.placement.log import is_printing, line_of
+from stratagem.placement.log import is_printing
 from stratagem.placement.session_config import SessionConfig
 from stratagem.placement.session_fetches import Fetches, read_feeds, read_fetches
 from stratagem.placement.session_local import LocalFleet
+from stratagem.placement.session_log import SessionLog
 from stratagem.placement.session_places import Place, Placer
 from stratagem.placement.session_plan import Plan, make_plan
-from stratagem.placement.session_run import Run, Worker
+from stratagem.placement.session_run import PATIENCE_S, Run, Worker
 
 
 class SessionFleet(Protocol):
@@ -95,13 +98,19 @@ class Session:
             raise GraphTypeError(f"the settings of a session are sg.SessionConfig(...), got {config!r}")
         config.check()
         self.graph = graph or get_default_graph()
-        self._logs = config.log_device_placement or is_printing()
         self._fleet: SessionFleet = _connect(target, config) if target else LocalFleet(config)
         self._forgotten = weakref.finalize(self, _close_beside, self._fleet)
-        self._forgotten.atexit = False  # what is open then ends with the process
+        self._forgotten.atexit = False  # a thread could no longer be started then
+        _open.add(self)
         self._placer = Placer(self._fleet)
         self._plans: dict[tuple[frozenset[Output], frozenset[Output]], Plan] = {}
-        self._shown: set[Node] | None = None
+        self._numbers_seen: dict[tuple[Plan, Any], Any] = {}
+        self._log = SessionLog(
+            self._placer,
+            self._fleet.mapping,
+            prints=config.log_device_placement or is_printing(),
+            whole_names=not self._fleet.shares_memory,
+        )
         self._closed_at: str | None = None
         self._running = threading.Lock()
 
@@ -136,6 +145,14 @@ class Session:
             self._forgotten.detach()
             self._fleet.close()
 
+    def close_idle(self) -> None:
+        """Closes the session unless it is computing."""
+        if self._running.acquire(blocking=False):
+            try:
+                self.close()
+            finally:
+                self._running.release()
+
     def __enter__(self) -> Self:
         return self
 
@@ -155,14 +172,25 @@ class Session:
         places = {variable: self._placer.where(variable) for variable in plan.variables}
         for variable, place in places.items():
             self._fleet.prepare(variable, place)
-        if self._logs:
-            self._log(plan, asked)
+        self._log.print([*asked.initialized, *plan.nodes])
         workers = {part.place: self._fleet.worker(part.place) for part in plan.parts}
-        run = Run(plan, feeds, workers, self._fleet.abandon)
+        run = Run(plan, feeds, workers, self._fleet.abandon, self._numbers(plan, feeds))
         run.execute()
         results = {output: _result(output, run.owned(run.values[output].cpu())) for output in asked.returned}
         self._fleet.commit(run, places)
+        self._log.record(plan, run.num_bytes)
         return asked.filled(results)
+
+    def _numbers(self, plan: Plan, feeds: Mapping[Output, torch.Tensor]) -> Any:
+        """What unknown sizes are in a run; the first time with these numbers, whether the graph fits them."""
+        sizes = self.graph.recorder.sizes
+        if sizes is None:
+            return None
+        found = sizes.numbers(feeds)
+        if (plan, found.key) not in self._numbers_seen:
+            sizes.check([node for part in plan.parts for node in part.nodes], found)
+            self._numbers_seen[plan, found.key] = found
+        return self._numbers_seen[plan, found.key]
 
     def _plan(self, asked: Fetches, feeds: Mapping[Output, torch.Tensor]) -> Plan:
         key = (frozenset(asked.outputs), frozenset(feeds))
@@ -170,24 +198,26 @@ class Session:
             self._plans[key] = make_plan(asked.outputs, feeds.keys(), self._placer.where)
         return self._plans[key]
 
-    def _log(self, plan: Plan, asked: Fetches) -> None:
-        """Each node once, in TensorFlow's form."""
-        lines = []
-        if self._shown is None:
-            self._shown = set()
-            lines.append(self._fleet.mapping())
-        for node in [*asked.initialized, *plan.nodes]:
-            if node not in self._shown:
-                self._shown.add(node)
-                kind = "" if node.name.startswith(node.type) else f"({node.type}): "
-                lines.append(line_of(node.name, f"{kind}{self._placer.where(node).name}"))
-        if lines:
-            print("\n".join(lines), flush=True)
-
 
 def _close_beside(fleet: SessionFleet) -> None:
     """Ends a session that nobody holds any more; that may be noticed in one of its own threads."""
-    threading.Thread(target=fleet.close, name="stratagem-session-end", daemon=True).start()
+    thread = threading.Thread(target=fleet.close, name="stratagem-session-end", daemon=True)
+    thread.start()
+    _ending.add(thread)
+
+
+_open: "weakref.WeakSet[Session]" = weakref.WeakSet()
+_ending: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that is in torch when Python ends would take the process down; one that still computes is left alone."""
+    for session in list(_open):
+        with contextlib.suppress(Exception):
+            session.close_idle()
+    for thread in list(_ending):
+        thread.join(PATIENCE_S)
 
 
 def _connect(target: str, config: SessionConfig) -> SessionFleet:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from stratagem.devices.device import LogicalDevice, mib
 from stratagem.devices.memory import OutOfMemoryError
 from stratagem.errors import SessionError, StratagemError
-from stratagem.placement.graph_nodes import Kind, Node, Output, described
+from stratagem.placement.graph_nodes import Kind, Node, Output, Size, described
 from stratagem.placement.session_plan import Part
 from stratagem.placement.session_program import Program, Step
 
@@ -27,6 +27,7 @@ class Course(Protocol):
     @property
     def cancelled(self) -> bool: ...
 
+    def size_of(self, size: Size) -> int | float: ...
     def take(self, output: Output) -> torch.Tensor: ...
     def publish(self, output: Output, value: torch.Tensor) -> None: ...
     def assign(self, variable: Node, value: torch.Tensor) -> None: ...
@@ -121,7 +122,8 @@ class Device:
         node = step.node
         match node.kind:
             case Kind.OPERATION:
-                result: Any = node.function(*step.arguments(values), **step.named_arguments(values, self._torch_device))
+                named = step.named_arguments(values, course.size_of, self._torch_device)
+                result: Any = node.function(*step.arguments(values, course.size_of), **named)
                 if isinstance(result, torch.Tensor):
                     return [result]
                 return [each for each in pytree.tree_leaves(result) if each is not None]
@@ -130,11 +132,11 @@ class Device:
                 course.hold(kept)
                 return [kept]
             case Kind.ASSIGN:
-                (value,) = step.arguments(values)
+                (value,) = step.arguments(values, course.size_of)
                 if node.variable is not None:
                     course.assign(node.variable, value)
                 return [value]
-        return [_sum(*step.arguments(values))]
+        return [_sum(*step.arguments(values, course.size_of))]
 
     def _constant(self, node: Node) -> torch.Tensor:
         if node not in self._constants and node.value is not None:
@@ -156,6 +158,9 @@ class Device:
         used = sum(size for size, _ in held.values())
         if used + asked <= limit_bytes:
             return
+        if not asked:  # a variable or a constant, which is kept already
+            asked = sum(size for size, _ in (held.pop(place) for place in own))
+            used -= asked
         largest = sorted(held.values(), reverse=True)[:_NUM_SHOWN]
         residents = ", ".join(f"{name} ({mib(size)})" for size, name in largest) or "nothing else"
         raise OutOfMemoryError(

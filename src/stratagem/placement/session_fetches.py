@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from stratagem.errors import FeedError, GraphError
 from stratagem.placement.graph import Graph, VariablesInitializer
-from stratagem.placement.graph_nodes import Node, Output, described
+from stratagem.placement.graph_nodes import Node, Output, described, shape_text
 from stratagem.placement.graph_tensor import GraphTensor
 from stratagem.placement.trace import Traced
 
@@ -131,14 +131,26 @@ def _fed_value(output: Output, value: Any) -> torch.Tensor:
         raise FeedError(
             f"{name!r} takes {described(meta)}, it was fed {value!r}, which is no tensor and cannot become one"
         )
-    if given.shape != meta.shape:
-        raise FeedError(f"{name!r} takes shape {tuple(meta.shape)}, it was fed one of shape {tuple(given.shape)}")
+    if given.layout is not torch.strided or given.is_meta or given.is_nested:
+        what = "has no values" if given.is_meta else "is not dense"
+        raise FeedError(
+            f"{name!r} takes a dense tensor in memory, it was fed one that {what}; feed x.to_dense() or the like"
+        )
+    if not _fits(given.shape, meta.shape):
+        raise FeedError(f"{name!r} takes shape {shape_text(meta)}, it was fed one of shape {tuple(given.shape)}")
     if given.dtype != meta.dtype:
         wanted, came = (str(each).removeprefix("torch.") for each in (meta.dtype, given.dtype))
         raise FeedError(
             f"{name!r} takes values of type {wanted}, it was fed {came}; convert them with .to(torch.{wanted})"
         )
     return given.detach()
+
+
+def _fits(given: torch.Size, wanted: torch.Size) -> bool:
+    """An unknown size takes any number."""
+    return len(given) == len(wanted) and all(
+        isinstance(size, torch.SymInt) or size == number for number, size in zip(given, wanted, strict=True)
+    )
 
 
 def _from_numbers(value: Any, dtype: torch.dtype) -> torch.Tensor | None:

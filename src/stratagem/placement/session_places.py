@@ -56,13 +56,13 @@ class Placer:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._places: dict[Node, Place] = {}
+        self._reasons: dict[Node, str] = {}
         self._failures: dict[Node, StratagemError] = {}
         self._num_seen = 0
 
     def place(self, nodes: Sequence[Node]) -> None:
         """Decides for the nodes that have come since the last time."""
         new = nodes[self._num_seen :]
-        self._num_seen = len(nodes)
         for node in new:
             self._take_spec(node)
         self._forward(new)
@@ -70,10 +70,13 @@ class Placer:
         self._forward(new)
         for node in new:
             if self._is_open(node):
-                self._settle(node, self._beside(node) or self._default(node))
+                beside = self._beside(node)
+                self._settle(node, beside or self._default(node), "follows its inputs" if beside else "not placed")
         for node in new:
             if node.kind is Kind.ASSIGN and node.variable in self._places:
                 self._places[node] = self._places[node.variable]
+                self._reasons[node] = "with its variable"
+        self._num_seen += len(new)  # at last, so that what Ctrl-C breaks off is done again
 
     def where(self, node: Node) -> Place:
         """Where a node runs.
@@ -85,6 +88,10 @@ class Placer:
             raise self._failures[node]
         return self._places[node]
 
+    def why(self, node: Node) -> str:
+        """Why a node runs where it does."""
+        return self._reasons.get(node, "scope")
+
     def _take_spec(self, node: Node) -> None:
         try:
             place = self._fleet.place(node.spec, node.name)
@@ -93,6 +100,11 @@ class Placer:
             return
         if place is not None:
             self._places[node] = place
+            asked = node.spec.device_type or place.device_type, node.spec.device_index or 0
+            if asked != (place.device_type, place.device_index):
+                self._reasons[node] = "no such device"
+            elif node.beside is not None:
+                self._reasons[node] = f"gradient of {node.beside.name}"
 
     def _default(self, node: Node) -> Place | None:
         try:
@@ -104,14 +116,15 @@ class Placer:
     def _is_open(self, node: Node) -> bool:
         return node not in self._places and node not in self._failures
 
-    def _settle(self, node: Node, place: Place | None) -> None:
+    def _settle(self, node: Node, place: Place | None, why: str) -> None:
         """Follows a neighbour, but not out of the task that was asked for."""
         if place is None:
             return
         if node.spec.job not in (None, place.job) or node.spec.task not in (None, place.task):
-            place = self._default(node)
+            place, why = self._default(node), "scope"
         if place is not None:
             self._places[node] = place
+            self._reasons[node] = why
 
     def _beside(self, node: Node) -> Place | None:
         if node.kind is Kind.ASSIGN and node.variable is not None:
@@ -127,7 +140,8 @@ class Placer:
     def _forward(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
             if self._is_open(node):
-                self._settle(node, self._beside(node))
+                why = "follows its inputs" if node.beside is None else f"gradient of {node.beside.name}"
+                self._settle(node, self._beside(node), why)
 
     def _backward(self, nodes: Sequence[Node]) -> None:
         """Sources, and what depends on them alone, go to who uses them first."""
@@ -137,6 +151,6 @@ class Placer:
                 for each in node.inputs:
                     users[each.node] = node
             elif self._is_open(node) and node in users:
-                self._settle(node, self._places[users[node]])
+                self._settle(node, self._places[users[node]], f"used by {users[node].name}")
                 for each in node.inputs:
                     users[each.node] = node

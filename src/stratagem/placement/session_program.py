@@ -1,14 +1,15 @@
 """A part prepared for running it many times: values in numbered slots, arguments that only need these filled in."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, final
 
 import torch
 
-from stratagem.placement.graph_nodes import Node, Output, filled, outputs_in
+from stratagem.placement.graph_nodes import Node, Output, Size, filled, is_filled
 from stratagem.placement.session_plan import Part
 
 Values: TypeAlias = list[torch.Tensor | None]
+SizeOf: TypeAlias = Callable[[Size], int | float]
 
 
 @final
@@ -36,31 +37,29 @@ class Step:
         self._slots = slots
         self._args = list(node.args)
         self._single = [(index, slots[each]) for index, each in enumerate(node.args) if isinstance(each, Output)]
-        self._nested = [
-            (index, each)
-            for index, each in enumerate(node.args)
-            if not isinstance(each, Output) and any(True for _ in outputs_in(each))
-        ]
+        others = [(index, each) for index, each in enumerate(node.args) if not isinstance(each, Output)]
+        self._nested = [(index, each) for index, each in others if not is_filled(each)]
 
-    def arguments(self, values: Values) -> list[Any]:
+    def arguments(self, values: Values, size_of: SizeOf) -> list[Any]:
         """The arguments, with the values that are there now."""
         args = self._args.copy()
         for index, slot in self._single:
             args[index] = values[slot]
         for index, template in self._nested:
-            args[index] = filled(template, lambda output: values[self._slots[output]])
+            args[index] = self._filled(template, values, size_of)
         return args
 
-    def named_arguments(self, values: Values, device: torch.device) -> dict[str, Any]:
+    def named_arguments(self, values: Values, size_of: SizeOf, device: torch.device) -> dict[str, Any]:
         """The same for those with names; what is made anew is made on the device."""
         if not self.node.kwargs:
             return {}
-        found = {
-            name: filled(each, lambda output: values[self._slots[output]]) for name, each in self.node.kwargs.items()
-        }
+        found = {name: self._filled(each, values, size_of) for name, each in self.node.kwargs.items()}
         if found.get("device") is not None:
             found["device"] = device
         return found
+
+    def _filled(self, template: Any, values: Values, size_of: SizeOf) -> Any:
+        return filled(template, lambda each: size_of(each) if isinstance(each, Size) else values[self._slots[each]])
 
 
 @final

@@ -6,17 +6,20 @@ Owns the order of events and who hears of an error. How a part is computed is it
 import itertools
 import threading
 from collections.abc import Callable, Mapping
-from typing import Final, Protocol, final
+from typing import TYPE_CHECKING, Final, Protocol, final
 
 import torch
 
-from stratagem.errors import StratagemError
-from stratagem.placement.graph_nodes import Node, Output
+from stratagem.errors import SessionError, StratagemError
+from stratagem.placement.graph_nodes import Node, Output, Size
 from stratagem.placement.session_places import Place
 from stratagem.placement.session_plan import Part, Plan
 
+if TYPE_CHECKING:
+    from stratagem.placement.graph_sizes import Numbers
+
 # How long Ctrl-C waits for operations that are under way; they end by themselves.
-_PATIENCE_S: Final = 5.0
+PATIENCE_S: Final = 5.0
 _numbers = itertools.count()
 
 
@@ -36,6 +39,13 @@ class Run:
         feeds: The values that come with it.
         workers: Who computes on each device.
         abandon: Is told when the run is given up.
+        numbers: What unknown sizes of the graph are in this run.
+
+    Attributes:
+        values: What is fed, fetched, or waited for by other parts.
+        num_bytes: How large these are, also when they are gone.
+        assigned: The new values of variables.
+        cancelled: Whether it was given up.
     """
 
     def __init__(
@@ -44,11 +54,14 @@ class Run:
         feeds: Mapping[Output, torch.Tensor],
         workers: Mapping[Place, Worker],
         abandon: Callable[["Run"], None],
+        numbers: "Numbers | None" = None,
     ) -> None:
         self.plan = plan
+        self._numbers = numbers
         self.number = next(_numbers)
         self._abandon = abandon
         self.values: dict[Output, torch.Tensor] = dict(feeds)
+        self.num_bytes = {output: value.nbytes for output, value in feeds.items()}
         self.assigned: dict[Node, torch.Tensor] = {}
         self.cancelled = False
         self._workers = workers
@@ -75,10 +88,31 @@ class Run:
                 self._ended.wait()
         except BaseException:
             self.cancel()
-            self._ended.wait(_PATIENCE_S)
+            self._ended.wait(PATIENCE_S)
             raise
         if self._error is not None:
             raise self._error
+
+    def size_for(self, symbol: torch.SymInt) -> Size:
+        """What stands for the symbol of an unknown size."""
+        return self._known_numbers.size(symbol)
+
+    def size_of(self, size: Size) -> int | float:
+        """What a number of a node is in this run."""
+        return self._known_numbers.of(size)
+
+    @property
+    def _known_numbers(self) -> "Numbers":
+        if self._numbers is None:
+            raise SessionError("a graph without unknown sizes has come to one")
+        return self._numbers
+
+    def shape_of(self, output: Output) -> tuple[int, ...]:
+        """The shape of a result in this run."""
+        if self._numbers is None:
+            return tuple(output.meta.shape)
+        shape: tuple[int, ...] = self._numbers.shape_of(output.meta, output.node)
+        return shape
 
     def take(self, output: Output) -> torch.Tensor:
         """An input of a part; the last one who takes it lets go of it."""
@@ -93,6 +127,7 @@ class Run:
         ready = []
         with self._lock:
             self.values[output] = value
+            self.num_bytes[output] = value.nbytes
             for part in self.plan.users.get(output, ()):
                 self._missing[part] -= 1
                 if self._missing[part] == 0:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -14,6 +14,20 @@ from stratagem.placement.graph_nodes import described
 from stratagem.placement.graph_recorder import GraphRecorder
 from stratagem.placement.graph_tensor import GraphTensor
 from stratagem.placement.trace_optimizers import recordable_optimizers
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """The form of a tensor that a function is traced for, in place of an example.
+
+    Args:
+        shape: Its shape; a size that is `None` may be another one in each run.
+        dtype: Its type.
+    """
+
+    shape: Sequence[int | None]
+    dtype: torch.dtype = torch.float32
 
 
 @final
@@ -53,7 +67,8 @@ def trace(function: Callable[..., Any], *examples: Any) -> Traced:
 
     Args:
         function: What to record; it must not depend on the values of tensors.
-        examples: Its arguments; of tensors, only shape and type matter.
+        examples: Its arguments; of tensors, only shape and type matter. `sg.TensorSpec([None, 784])` is a tensor of any
+            number of rows.
 
     Raises:
         GraphError: The function needs values, or keeps tensors that it has made.
@@ -71,7 +86,9 @@ def trace(function: Callable[..., Any], *examples: Any) -> Traced:
     leaves, structure = pytree.tree_flatten(examples)
     with graph, recordable_optimizers():
         given = [
-            placeholder(each.dtype, each.shape, name=f"input_{index}") if isinstance(each, torch.Tensor) else each
+            placeholder(each.dtype, each.shape, name=f"input_{index}")
+            if isinstance(each, torch.Tensor | TensorSpec)
+            else each
             for index, each in enumerate(leaves)
         ]
         for made, example in zip(given, leaves, strict=True):

@@ -29,8 +29,9 @@ class Registry:
         self._objects[name] = obj if self._keeps else weakref.ref(obj, lambda _: self._drop(name, key))
 
     def remove(self, name: int) -> None:
-        """Takes an object out, in a child."""
-        self._names.pop(id(self._objects.pop(name)), None)
+        """Takes an object out, in a child; one that came later may never have had it."""
+        if name in self._objects:
+            self._names.pop(id(self._objects.pop(name)), None)
 
     def reference(self, obj: Any) -> int | None:
         """The name of an object, if it has one."""

@@ -244,8 +244,7 @@ def counts_of(*values: Any) -> tuple[int, ...] | None:
 
 def reduce(op: str, value: PerReplica, *, weighted: bool) -> Any:
     """One value of all: replicas without examples count for nothing."""
-    if op not in _OPS:
-        raise StrategyError(f"no reduction named {op!r}; known: {', '.join(_OPS)}")
+    require_op(op)
     counts = value.counts or (1,) * len(value)
     tensors = as_tensors(f"reduce({op!r})", value)
     tensors = [each for each, count in zip(tensors, counts, strict=True) if count > 0]
@@ -269,6 +268,12 @@ def reduce(op: str, value: PerReplica, *, weighted: bool) -> Any:
     wide = stacked.to(torch.complex128 if stacked.is_complex() else torch.float64)
     mean = (wide * (parts / parts.sum()).view(-1, *[1] * (stacked.dim() - 1))).sum(dim=0)
     return mean.to(stacked.dtype) if stacked.is_floating_point() or stacked.is_complex() else mean
+
+
+def require_op(op: str) -> None:
+    """Refuses reductions that there are not."""
+    if op not in _OPS:
+        raise StrategyError(f"no reduction named {op!r}; known: {', '.join(_OPS)}")
 
 
 def gather(value: PerReplica, axis: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ only, a learning rate that follows a worker's own loss) is a mistake after which
 models. What was changed is reduced to a label and a checksum each, and those are compared.
 """
 
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from stratagem.replicas.memory import PAGE_BYTES
 from stratagem.replicas.variables import Store, shaped
 
 _MAX_NAMED = 3
+_PLACE_IN_MEMORY = re.compile(r" at 0x[0-9a-fA-F]+")  # of a function or an object without words of its own
 
 Told = dict[str, int]
 
@@ -54,17 +56,16 @@ def changed_objects(changes: control.Snapshot, resolve: Callable[[int], Any]) ->
         if isinstance(obj, torch.nn.Module | torch.Tensor | torch.optim.Optimizer):
             is_module = isinstance(obj, torch.nn.Module)
             compared = [(values.plain or {}).get("training"), values.held] if is_module else values
-            told[f"{type(obj).__name__} (object {name})"] = zlib.crc32(repr(_plain(compared)).encode())
+            told[f"{type(obj).__name__} (object {name})"] = zlib.crc32(_text(compared).encode())
     return told
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> str:
     """What an optimizer is and is set to, in words that are the same where it is the same."""
     groups = [
-        {key: _plain(value) for key, value in sorted(group.items()) if key != "params"}
-        for group in optimizer.param_groups
+        {key: value for key, value in sorted(group.items()) if key != "params"} for group in optimizer.param_groups
     ]
-    return f"{type(optimizer).__name__} {groups}"
+    return f"{type(optimizer).__name__} {_text(groups)}"
 
 
 def total(told: Told) -> int:
@@ -91,10 +92,17 @@ def difference(number: int, names: Sequence[str], everyones: Sequence[Told]) -> 
     )
 
 
+def _text(values: Any) -> str:
+    """Words that are the same where the values are, in whichever process."""
+    return _PLACE_IN_MEMORY.sub("", repr(_plain(values)))
+
+
 def _plain(values: Any) -> Any:
     """The same in a form whose text is equal where the values are."""
     if isinstance(values, torch.Tensor):
         return values.tolist()
+    if isinstance(values, set | frozenset):
+        return sorted(map(repr, values))  # whose order differs from process to process
     if isinstance(values, Mapping):
         return {key: _plain(value) for key, value in values.items()}
     if isinstance(values, list | tuple):

@@ -26,11 +26,19 @@ class ReplicaContext:
         rank: Which replica this is.
         collective: How it exchanges tensors with the others.
         strategy: The strategy, as this replica sees it.
+        updating: Makes an update of variables that others update at the same time.
     """
 
-    def __init__(self, rank: int, collective: "Collective", strategy: Any) -> None:
+    def __init__(
+        self,
+        rank: int,
+        collective: "Collective",
+        strategy: Any,
+        updating: Callable[[Callable[[], None]], None] = lambda update: update(),
+    ) -> None:
         self._rank = rank
         self._collective = collective
+        self._updating = updating
         self.strategy = strategy
 
     @property
@@ -52,6 +60,14 @@ class ReplicaContext:
         return torch.utils._pytree.tree_map(
             lambda each: torch.cat(self._collective.all_gather(torch.as_tensor(each)), dim=axis), value
         )
+
+    def update(self, function: Callable[[], None]) -> None:
+        """Calls a function that updates variables without an optimizer of torch's.
+
+        Workers of a parameter server, who update the same variables, do it one after the other, each to the newest
+        values. Elsewhere it is just called.
+        """
+        self._updating(function)
 
     def merge_call(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
         """Calls `function(strategy, ...)` with the tensors of all replicas, when all have come here.

@@ -9,6 +9,7 @@ from typing import Any, final
 
 from torch.utils import _pytree as pytree
 
+from stratagem._caller import calling_line
 from stratagem.cluster.contract import Resolver
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.ray_cluster import RayCluster
@@ -95,6 +96,7 @@ class MultiWorkerMirroredStrategy(Replicated):
         chosen = this_process().select(devices)
         way = choose_way(cross_device_ops, chosen)
         settings = Settings(len(chosen), gradients, unused, on_nonfinite, way)
+        _check_first(self._resolver)
         everywhere = allow_all_interfaces
         membership = _join(self._resolver, settings, join_timeout_s, everywhere) if self._resolver is not None else None
         if membership is not None:
@@ -106,11 +108,18 @@ class MultiWorkerMirroredStrategy(Replicated):
                 LocalReplicas, devices=chosen, settings=settings, stall_timeout_s=stall_timeout_s, workers=self._workers
             ),
         )
+        if self._workers is not None:
+            _open[self] = calling_line()
 
     @property
     def cluster_resolver(self) -> Resolver | None:
         """What says who takes part; `None` if this program is alone."""
         return self._resolver
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be used: neither closed nor ended by a failure."""
+        return self._replicas.closed_at is None
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -166,6 +175,18 @@ class MultiWorkerMirroredStrategy(Replicated):
             return function(*arguments)
 
 
+def _check_first(resolver: Resolver | None) -> None:
+    """Refuses a second strategy in the same cluster: it would be the same task a second time."""
+    for other, made_at in _open.items():
+        if resolver is None or not other.is_open or other.cluster_resolver is None:
+            continue
+        if other.cluster_resolver.cluster_spec() == resolver.cluster_spec():
+            raise StrategyError(
+                f"this program takes part in its cluster already, by the MultiWorkerMirroredStrategy of {made_at}; use "
+                f"that one for all models, or close() it first"
+            )
+
+
 def _check_with_ray(cluster: Any, devices: Any, resolver: Any, cross_device_ops: str) -> None:
     if not isinstance(cluster, RayCluster):
         raise StrategyError(f"cluster is an sg.RayCluster, got {cluster!r}; a resolver is given as cluster_resolver")
@@ -209,3 +230,6 @@ def _meet(membership: Membership, num_replicas: int, worker_timeout_s: float) ->
 
 
 _JOBS = (CHIEF, WORKER)
+
+# Those that take part in a cluster, and where they were made.
+_open: "weakref.WeakKeyDictionary[MultiWorkerMirroredStrategy, str]" = weakref.WeakKeyDictionary()

@@ -23,9 +23,10 @@ from stratagem.collectives.one_replica import OneReplica
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
 from stratagem.errors import StrategyError
-from stratagem.parameters.consistency import BoundedStaleness, Consistency, Synchronous
+from stratagem.parameters.consistency import Async, BoundedStaleness, Consistency, Synchronous
 from stratagem.parameters.network.client import ParameterClient
 from stratagem.parameters.network.compression import Compression
+from stratagem.parameters.network.pacing import Pacing
 from stratagem.parameters.network.serving import ParameterServer, chief_of
 from stratagem.parameters.network.states import StateOfAll
 from stratagem.parameters.partitioning import Partitioner
@@ -49,21 +50,27 @@ class ClusterOptions:
     """What all tasks of a training agree on, and how each behaves.
 
     Args:
-        max_staleness: A push that is staler is left out; `None` for any.
+        max_ahead: How many pushes a task may be ahead of the slowest; `None` for any.
+        backup_workers: Of synchronous steps: how many gradients may be missing; `None` where no steps are shared.
         partitioner: Cuts large variables; by default none is cut.
         compression: How gradients are made smaller on the wire.
         on_nonfinite: What a gradient that is not finite does to its step: `skip` or `raise`.
         join_timeout_s: How long to wait for servers and chief.
+        stall_timeout_s: How long a task waits for others that it may not be ahead of.
+        shares_memory: Whether servers on this machine get and give tensors through memory, not in frames.
     """
 
-    max_staleness: int | None = None
+    max_ahead: int | None = None
+    backup_workers: int | None = None
     partitioner: Partitioner | None = None
     compression: Compression | None = None
     on_nonfinite: str = "skip"
     join_timeout_s: float = 60.0
+    stall_timeout_s: float = 60.0
+    shares_memory: bool = True
 
     def __post_init__(self) -> None:
-        require_seconds(join_timeout_s=self.join_timeout_s)
+        require_seconds(join_timeout_s=self.join_timeout_s, stall_timeout_s=self.stall_timeout_s)
         if self.on_nonfinite not in ("skip", "raise"):
             raise StrategyError(f"on_nonfinite is 'skip' or 'raise' between machines, got {self.on_nonfinite!r}")
 
@@ -74,22 +81,37 @@ class ClusterOptions:
         Raises:
             StrategyError: One of them has no meaning in a task of a cluster.
         """
-        known = [field.name for field in dataclasses.fields(cls) if field.name != "max_staleness"]
+        known = [each.name for each in dataclasses.fields(cls) if each.name not in ("max_ahead", "backup_workers")]
         if wrong := next((name for name in options if name not in known), None):
             raise StrategyError(
                 f"{wrong} goes with num_workers=; a task of a cluster takes consistency, {', '.join(known)}"
             )
-        if isinstance(consistency, Synchronous):
+        if consistency is not None and not isinstance(consistency, Async | BoundedStaleness | Synchronous):
             raise StrategyError(
-                "between machines parameter servers are asynchronous: use Async() or BoundedStaleness(k), or "
-                "MultiWorkerMirroredStrategy for workers that agree after every step"
+                f"consistency is Async(), BoundedStaleness(k) or Synchronous(backup_workers=b), got {consistency!r}"
             )
-        if consistency is not None and consistency.rate_of is not None:
+        if isinstance(consistency, Async | BoundedStaleness) and consistency.rate_of is not None:
             raise StrategyError("rate_of is a function, and no code is sent to parameter servers; leave it out")
         if isinstance(options.get("compression"), str):
             options["compression"] = Compression(options["compression"])
         bound = consistency.max_staleness if isinstance(consistency, BoundedStaleness) else None
-        return cls(max_staleness=bound, **options)
+        backups = consistency.backup_workers if isinstance(consistency, Synchronous) else None
+        return cls(bound, backups, **options)
+
+    def pacing(self, num_workers: int) -> Pacing:
+        """The same for servers, given how many tasks train.
+
+        Raises:
+            StrategyError: There would be none whose gradients count.
+        """
+        if self.backup_workers is None:
+            return Pacing(self.max_ahead, stall_s=self.stall_timeout_s)
+        if self.backup_workers >= num_workers:
+            raise StrategyError(
+                f"backup_workers={self.backup_workers} leaves none of {num_workers} workers whose gradients count; "
+                f"have more workers"
+            )
+        return Pacing(None, num_workers - self.backup_workers, num_workers, self.stall_timeout_s)
 
 
 def task_of(resolver: Resolver | None, options: Mapping[str, Any]) -> "ClusterTask":
@@ -161,6 +183,7 @@ class ClusterTask(Strategy):
         self._closed_at: str | None = None
         self._seed, self._num_epochs = torch.initial_seed(), 0
         self._training = [task.name for task in self._spec.tasks if task.job in TRAINING]
+        self._pacing = options.pacing(len(self._training))
         self._client: ParameterClient | None = None
         if self._job != EVALUATOR:
             self._client = ParameterClient(
@@ -169,6 +192,7 @@ class ClusterTask(Strategy):
                 self._index,
                 join_timeout_s=options.join_timeout_s,
                 compression=options.compression,
+                shares_memory=options.shares_memory,
             ).connect()
 
     # What this task is
@@ -200,6 +224,10 @@ class ClusterTask(Strategy):
         return self.task == chief_of(self._spec)
 
     @property
+    def is_in_step(self) -> bool:
+        return False
+
+    @property
     def version(self) -> int:
         """How many pushes of all workers the values that this task has have seen."""
         return 0 if self._variables is None else self._variables.version
@@ -209,6 +237,25 @@ class ClusterTask(Strategy):
         if self._variables is None:
             return {}
         return {self.replicas_here.start: dict(sorted(self._variables.staleness.items()))}
+
+    @property
+    def num_dropped(self) -> int:
+        """How many gradients of this task came when their step was complete without them."""
+        return 0 if self._variables is None else self._variables.num_dropped
+
+    @property
+    def num_workers(self) -> int:
+        """How many tasks train."""
+        return len(self._training)
+
+    @property
+    def workers(self) -> NoReturn:
+        """There are none that could be given steps."""
+        raise StrategyError(
+            "no code is sent between machines, so that a ClusterCoordinator has no workers here: each worker task runs "
+            "the program itself, with strategy.run on its part of strategy.distribute(data). On one machine give "
+            "ParameterServerStrategy num_workers="
+        )
 
     def draw_alike(self) -> None:
         """All tasks draw the same from here on, each when it comes here: nobody waits."""
@@ -232,6 +279,9 @@ class ClusterTask(Strategy):
         arguments, keywords = values.load_deferred(
             (values.select(tuple(args), 0), values.select(dict(kwargs or {}), 0))
         )
+        counts = values.counts_of(args, kwargs)
+        if self._variables is not None:
+            self._variables.weight = counts[0] if counts else 1
         context.state.replicas.append(ReplicaContext(self.replicas_here.start, OneReplica(), self))
         try:
             return fn(*arguments, **keywords)
@@ -283,12 +333,18 @@ class ClusterTask(Strategy):
         """The servers go on without this task, and wait for its next life."""
         self._end(is_done=False)
 
+    def revive(self) -> None:
+        raise StrategyError("parameter servers come back only with all tasks: stratagem run --max-restarts")
+
     def call_in_children(self, function: Callable[..., Any], *arguments: Any) -> None:
         """There are none."""
 
     def _begin(self) -> None:
         """Before the first run: agrees with all on the variables."""
-        if self._client is None or self._variables is not None:
+        if self._client is None:
+            return
+        if self._variables is not None:
+            self._variables.require_same(self._tracker.take())
             return
         variables = ClusterVariables(
             self._client,
@@ -297,7 +353,7 @@ class ClusterTask(Strategy):
             partitioner=self._options.partitioner,
             on_nonfinite=self._options.on_nonfinite,
         )
-        variables.define(is_chief=self.is_chief, state=self._restored, max_staleness=self._options.max_staleness)
+        variables.define(is_chief=self.is_chief, state=self._restored, pacing=self._pacing)
         self._variables, self._restored = variables, None
 
     def _made(self) -> list[Any]:
@@ -309,6 +365,8 @@ class ClusterTask(Strategy):
         if self._closed_at is None:
             self._closed_at = calling_line()
             self._tracker.let_go()
+            if self._variables is not None:
+                self._variables.let_go()
             if self._client is not None:
                 self._client.close(is_done=is_done)
 

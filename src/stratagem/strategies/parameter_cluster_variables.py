@@ -11,14 +11,16 @@ from typing import Any, final
 
 import torch
 
-from stratagem._caller import warn_caller
-from stratagem.errors import ParameterError, StratagemWarning, StrategyError, TaskLostError
+from stratagem.errors import ParameterError, StrategyError, TaskLostError
 from stratagem.parameters.contract import Outcome, Plain, Variable, Verdict, describe_optimizer, plain_options
+from stratagem.parameters.network import streams
 from stratagem.parameters.network.client import ParameterClient
+from stratagem.parameters.network.pacing import Pacing
 from stratagem.parameters.network.states import StateOfAll
 from stratagem.parameters.partitioning import Partitioner, make_plan
 from stratagem.parameters.updates import is_finite_gradient
 from stratagem.strategies import context
+from stratagem.strategies import parameter_cluster_keras as keras
 from stratagem.strategies.nonfinite import NonFinite
 
 
@@ -48,14 +50,18 @@ class ClusterVariables:
     ) -> None:
         self._client = client
         self._rank = rank
-        self._parameters = dict(_named(made))
+        self._keras = keras.optimizers_in(made)
+        self._roots = [] if self._keras else _roots(made)
+        self._parameters = keras.variables_of(self._keras) if self._keras else dict(_named(made))
         self._sparse = {id(each.weight): each for each in made if isinstance(each, torch.nn.Embedding) and each.sparse}
         self._optimizers = [each for each in made if isinstance(each, torch.optim.Optimizer)]
-        if not self._parameters or not self._optimizers:
+        if not self._parameters or not (self._optimizers or self._keras):
             raise StrategyError(
-                "parameter servers keep what a model and its torch optimizer made in the scope have; make both inside "
-                "`with strategy.scope():`, before the first run. For Keras give num_workers=, on one machine"
+                "parameter servers keep what a model and its optimizer made in the scope have; make both inside "
+                "`with strategy.scope():`, before the first run"
             )
+        if self._optimizers and self._keras:
+            raise StrategyError("parameter servers keep a model of Keras or of torch; make one of them in the scope")
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         for optimizer in self._optimizers:
             _require_known(optimizer, self._names)
@@ -72,23 +78,49 @@ class ClusterVariables:
         self._nonfinite = NonFinite(on_nonfinite)
         self.version = 0
         self.num_pushes = 0
-        self.num_refused = 0
+        self.num_dropped = 0
+        self.weight = 1
+        self._fetched_at = 0
+        self._hooks: list[Any] = []
+        self._is_synchronous = False
         self.staleness: dict[int, int] = {}
 
-    def define(self, *, is_chief: bool, state: StateOfAll | None, max_staleness: int | None) -> None:
+    def define(self, *, is_chief: bool, state: StateOfAll | None, pacing: Pacing) -> None:
         """Agrees with the servers and all other tasks on the variables, and fetches their values."""
         specs = [describe_optimizer(each, self._names) for each in self._optimizers]
+        specs += [keras.described(each, self._names) for each in self._keras]
+        self._is_synchronous = pacing.num_gradients is not None
         values = None
         if is_chief:
             values = {name: each.detach() for name, each in self._parameters.items()}
-        self._client.define(self.plan, specs, values, state=state if is_chief else None, max_staleness=max_staleness)
+            state = state or self._state_there_is(values)
+            self._fetch_before_saving(made=self._roots)
+        self._client.define(self.plan, specs, values, state=state if is_chief else None, pacing=pacing)
         for number, optimizer in enumerate(self._optimizers):
             self._options[number] = plain_options(optimizer)
             self._take_over(number, optimizer)
+        for number, (each, spec) in enumerate(zip(self._keras, specs, strict=True) if self._keras else ()):
+            self._options[number] = tuple(dict(options) for _, options in spec.groups)
+            keras.take_over(each, spec, self._names, functools.partial(self._push, number))
         for parameter, module in ((each.weight, each) for each in self._sparse.values()):
             name = self._names[id(parameter)]
-            module.register_forward_pre_hook(functools.partial(_fetch_rows, self._client, name))
+            fetch = functools.partial(_fetch_rows, self._client, name)
+            self._hooks.append(module.register_forward_pre_hook(fetch))
         self.pull()
+
+    def require_same(self, made: Sequence[Any]) -> None:
+        """Refuses what was made after the first run, if it were to be trained.
+
+        Raises:
+            StrategyError: There is an optimizer among it.
+        """
+        known = [*self._optimizers, *self._keras]
+        new = [each for each in made if isinstance(each, torch.optim.Optimizer)] + keras.optimizers_in(made)
+        if any(all(each is not other for other in known) for each in new):
+            raise StrategyError(
+                "parameter servers keep the variables that all tasks had at the first run, and another optimizer was "
+                "made since; train one model, compiled once, in each program"
+            )
 
     def pull(self) -> None:
         """Fetches the values of all variables that are not sparse."""
@@ -100,6 +132,38 @@ class ClusterVariables:
         """Fetches the values of all variables, sparse ones too: to evaluate or to save."""
         self._client.wait(self._client.pull(self._parameters))
         torch.autograd.graph.increment_version(list(self._parameters.values()))
+
+    def let_go(self) -> None:
+        """Nothing is fetched any more: the model works as a plain one, with what it has."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _state_there_is(self, values: Mapping[str, torch.Tensor]) -> StateOfAll | None:
+        """What optimizers have been given by a checkpoint, with the values of now; `None` if nothing."""
+        states = [
+            {self._names[id(each)]: _readable(own) for each, own in optimizer.state.items() if _readable(own)}
+            for optimizer in self._optimizers
+        ]
+        here = {name: streams.readable(value) for name, value in values.items()}
+        return StateOfAll(0, here, tuple(states)) if any(states) else None
+
+    def _fetch_before_saving(self, made: Sequence[torch.nn.Module]) -> None:
+        """Lets `state_dict()` of models and optimizers give what the servers have, all of one moment."""
+        for each in (*made, *self._optimizers):
+            hooked: Any = each
+            self._hooks.append(hooked.register_state_dict_pre_hook(lambda *_: self._fetch_state()))
+
+    @torch.no_grad()
+    def _fetch_state(self) -> None:
+        if self._fetched_at == self.num_pushes:
+            return
+        self._fetched_at = self.num_pushes
+        state = self._client.state()
+        for name, value in state.values.items():
+            self._parameters[name].copy_(value)
+        for optimizer, states in zip(self._optimizers, state.optimizers, strict=False):
+            for name, own in states.items():
+                optimizer.state[self._parameters[name]] = dict(own)
 
     @staticmethod
     @torch.no_grad()
@@ -130,13 +194,13 @@ class ClusterVariables:
                 with torch.enable_grad():
                     loss = closure()
             own._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
-            self._push(number, own)
+            self._step(number, own)
             return loss
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = step  # type: ignore[method-assign]
 
-    def _push(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+    def _step(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         for before in optimizer._optimizer_step_pre_hooks.values():
             before(optimizer, (), {})
         gradients = {
@@ -145,18 +209,25 @@ class ClusterVariables:
             for each in group["params"]
             if each.grad is not None
         }
+        self._push(number, gradients, plain_options(optimizer))
+        for after in optimizer._optimizer_step_post_hooks.values():
+            after(optimizer, (), {})
+
+    def _push(self, number: int, gradients: dict[str, torch.Tensor], options: tuple[dict[str, Plain], ...]) -> None:
         bad = next((name for name, gradient in gradients.items() if not is_finite_gradient(gradient)), None)
-        if bad is not None:  # no server gets any of it: some would apply their part
+        weight = self.weight if bad is None else 0
+        if bad is not None and self.weight:  # no server gets any of it: some would apply their part
             self._nonfinite.judge([(self._rank, bad)], updated=False, run_number=self.num_pushes)
-            return
-        options = plain_options(optimizer)
+        if not weight:  # a mean over no example is not a number either
+            if not self._is_synchronous:
+                return
+            gradients = {}  # the others wait for this task
         news = options if options != self._options[number] else None
-        outcomes = self._client.wait(self._client.push(gradients, optimizer=number, options=news, into=self._dense))
+        pushed = self._client.push(gradients, optimizer=number, weight=weight, options=news, into=self._dense)
+        outcomes = self._client.wait(pushed)
         self._options[number] = options
         torch.autograd.graph.increment_version(list(self._dense.values()))
         self._judge(outcomes)
-        for after in optimizer._optimizer_step_post_hooks.values():
-            after(optimizer, (), {})
 
     def _judge(self, outcomes: Sequence[Outcome]) -> None:
         self.num_pushes += 1
@@ -164,14 +235,12 @@ class ClusterVariables:
         worst = max(each.staleness for each in outcomes)
         self.staleness[worst] = self.staleness.get(worst, 0) + 1
         bad = next((each for each in outcomes if not each.is_applied), None)
-        if bad is not None:
-            self.num_refused += 1
         if bad is None:
             self._nonfinite.judge((), updated=True, run_number=self.num_pushes)
         elif bad.verdict is Verdict.FENCED:
             raise TaskLostError(f"the parameter servers no longer take what this task sends: {bad.reason}")
         elif bad.verdict is Verdict.STALE:
-            warn_caller(f"push {self.num_pushes} was left out: {bad.reason}", StratagemWarning)
+            self.num_dropped += 1
         else:
             raise ParameterError(f"a parameter server refused push {self.num_pushes}: {bad.reason}")
 
@@ -186,9 +255,7 @@ def _fetch_rows(client: ParameterClient, name: str, module: torch.nn.Embedding, 
 
 def _named(made: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """All parameters with names that are the same in every task: as in the `state_dict` of a single model."""
-    modules = [each for each in made if isinstance(each, torch.nn.Module)]
-    inner = {id(each) for module in modules for each in module.modules() if each is not module}
-    roots = [each for each in modules if id(each) not in inner and next(each.parameters(), None) is not None]
+    roots = _roots(made)
     seen: set[int] = set()
     for place, root in enumerate(roots):
         for name, parameter in root.named_parameters():
@@ -198,6 +265,21 @@ def _named(made: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     loose = [each for each in made if isinstance(each, torch.nn.Parameter) and id(each) not in seen]
     for place, parameter in enumerate(loose):
         yield f"parameter.{place}", parameter
+
+
+def _roots(made: Sequence[Any]) -> list[torch.nn.Module]:
+    """The modules that are in no other, and have parameters."""
+    modules = [each for each in made if isinstance(each, torch.nn.Module)]
+    inner = {id(each) for module in modules for each in module.modules() if each is not module}
+    return [each for each in modules if id(each) not in inner and next(each.parameters(), None) is not None]
+
+
+def _readable(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: streams.readable(value) if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+        if value is not None
+    }
 
 
 def _require_known(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:

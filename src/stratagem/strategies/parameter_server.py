@@ -19,9 +19,9 @@ from stratagem.replicas import values
 from stratagem.replicas.values import PerReplica
 from stratagem.strategies import context
 from stratagem.strategies.local_replicas import LocalReplicas
-from stratagem.strategies.parameter_cluster import task_of
+from stratagem.strategies.parameter_cluster import ClusterTask, task_of
 from stratagem.strategies.parameter_server_engine import ParameterWorkers
-from stratagem.strategies.parameter_server_results import waited_for
+from stratagem.strategies.parameter_server_results import is_pending, mapped, pending
 from stratagem.strategies.parameter_server_worker import WorkerSettings
 from stratagem.strategies.replicated import Replicated, require_seconds
 from stratagem.strategies.settings import Settings
@@ -133,18 +133,22 @@ class ParameterServerStrategy(Replicated):
         return cast(ParameterWorkers, workers)
 
     def reduce(self, op: str, value: Any, *, weighted: bool = True) -> Any:
-        """One value of the values of a step; waits for it."""
-        return super().reduce(op, waited_for(value), weighted=weighted)
+        """One value of the values of a step; of one under way, a value that waits when it is read."""
+        values.require_op(op)
+        return mapped(functools.partial(super().reduce, op, weighted=weighted), value)
 
     def gather(self, value: Any, axis: int = 0) -> Any:
-        """The tensors of a step; waits for it."""
-        return super().gather(waited_for(value), axis)
+        """The tensors of a step; of one under way, a value that waits when it is read."""
+        return mapped(functools.partial(super().gather, axis=axis), value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of a step, as a tuple; waits for it."""
-        value = waited_for(value)
-        sizes = [len(each) for each in pytree.tree_leaves(value) if isinstance(each, PerReplica)]
-        return tuple(values.select(value, place) for place in range(sizes[0])) if sizes else (value,)
+        """The values of a step, as a tuple; of one under way, a tuple that waits when somebody looks into it."""
+        return pending(_as_tuple, value) if is_pending(value) else _as_tuple(value)
+
+    def is_ready(self, value: Any) -> bool:
+        if not self._is_lockstep and is_pending(value):
+            self.workers.attend()
+        return all(each.is_done for each in pytree.tree_leaves(value) if is_pending(each))
 
     def call_in_children(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Calls a function in every worker of a step that all share; else the main program loads data for them."""
@@ -197,6 +201,9 @@ class ParameterServerStrategy(Replicated):
         super().close()
 
 
+ParameterServerStrategy.register(ClusterTask)  # what `isinstance` says in every task of a cluster
+
+
 def describe_staleness(histogram: dict[int, dict[int, int]]) -> str:
     """A histogram of staleness as lines of text."""
     lines = ["staleness of pushes, by worker: how many pushes of others each had missed"]
@@ -206,6 +213,11 @@ def describe_staleness(histogram: dict[int, dict[int, int]]) -> str:
         parts = ", ".join(f"{staleness}: {count}" for staleness, count in counts.items())
         lines.append(f"worker {worker}: {total} pushes, mean {mean:.2f} ({parts})")
     return "\n".join(lines)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    sizes = [len(each) for each in pytree.tree_leaves(value) if isinstance(each, PerReplica)]
+    return tuple(values.select(value, place) for place in range(sizes[0])) if sizes else (value,)
 
 
 def worker_devices(num_workers: int) -> list[LogicalDevice]:

@@ -362,7 +362,10 @@ class Crew:
         self._losses = [each for each in self._losses if now - each[0] <= self._window_s] + [(now, cause)]
         if len(self._losses) > self._max_restarts:
             causes = "; ".join(each for _, each in self._losses)
-            raise ReplicaDiedError(f"gave up after {self._max_restarts} restarts in {self._window_s:.0f} s: {causes}")
+            raise ReplicaDiedError(
+                f"gave up after {self._max_restarts} restarts in {self._window_s:.0f} s: {causes}. Raise max_restarts "
+                f"if workers may be lost more often"
+            )
         self.begin([number])
         self.start()
 

@@ -30,7 +30,7 @@ from stratagem.strategies.nonfinite import NonFinite
 from stratagem.strategies.parameter_server_crew import Crew, Step, Worker
 from stratagem.strategies.parameter_server_main import MainProgram
 from stratagem.strategies.parameter_server_news import introduce, tell
-from stratagem.strategies.parameter_server_results import StepResult
+from stratagem.strategies.parameter_server_results import Pending, joined
 from stratagem.strategies.parameter_server_rounds import run_round
 from stratagem.strategies.parameter_server_worker import Answer, Call, WorkerSettings
 from stratagem.strategies.random_numbers import RandomNumbers
@@ -77,6 +77,7 @@ class ParameterWorkers:
         self._nonfinite = NonFinite(settings.on_nonfinite)
         self.num_runs = 0
         self._steps: list[Step] = []  # whose failures have not been looked for
+        self._num_parts: dict[Any, int] = {}  # how many values a function returned, by its code
         self._given: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []  # calls that new workers get as well
         self._is_started = False
         self._started = contextlib.ExitStack()
@@ -232,7 +233,15 @@ class ParameterWorkers:
             self.crew.wait(lambda: self.crew.has_room)
             self.enter(step)
         self.raise_failures()
-        return StepResult(self, step, counts)
+        code = getattr(function, "__code__", None)
+
+        def result() -> Any:
+            made = joined([self.wait_for(step)], counts)
+            if code is not None and isinstance(made, tuple | list):
+                self._num_parts[code] = len(made)
+            return made
+
+        return Pending(result, [step], gives_parts=True, num_parts=self._num_parts.get(code))
 
     def prepare(self) -> None:
         """Brings workers up to date with what the program has made and changed since the last step."""

@@ -201,7 +201,9 @@ class MainProgram:
                 "call it in the function that you run"
             )
 
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for it
+        # Schedulers look for these, and warn if nobody has stepped; workers are about to.
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer._opt_called = True  # type: ignore[attr-defined]
         optimizer.state_dict = gather  # type: ignore[method-assign]
         optimizer.load_state_dict = load  # type: ignore[method-assign,assignment]
         optimizer.step = step  # type: ignore[method-assign]

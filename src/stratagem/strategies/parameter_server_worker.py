@@ -19,9 +19,10 @@ from torch.utils import _pytree as pytree
 from stratagem.collectives.one_replica import OneReplica
 from stratagem.errors import StrategyError
 from stratagem.parameters.consistency import BoundedStaleness, Consistency, Gate
+from stratagem.parameters.journal import Saving
 from stratagem.parameters.rounds import GradientSlots, Round
 from stratagem.parameters.states import StateMemory
-from stratagem.parameters.updates import SharedUpdate, as_gradient, is_finite_gradient
+from stratagem.parameters.updates import SharedUpdate, as_gradient, is_finite_gradient, note_staleness
 from stratagem.parameters.variables import TRAINED, Held, LocalVariables, SharedMemoryOfShards, shared_view
 from stratagem.replicas import control, values
 from stratagem.replicas.child import this_child
@@ -187,7 +188,7 @@ class WorkerRuntime:
         self._to_skip, self._round = call.num_pushed, call.round
         self._skipped, self._updated = "", False
         self._begin(call.version)
-        context.state.replicas.append(ReplicaContext(0, OneReplica(), self._strategy))
+        context.state.replicas.append(ReplicaContext(0, OneReplica(), self._strategy, self._update))
         self._in_step = True
         held = buffers.held_by(reference() for reference in self._given)
         try:
@@ -261,8 +262,7 @@ class WorkerRuntime:
     def _may_push(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> bool:
         if all(each is None for each in gradients):
             return False
-        if self._to_skip:
-            self._to_skip -= 1  # it was applied before the worker that had this step was lost
+        if self._was_pushed():
             return False
         if self.shared_settings.on_nonfinite == "apply":
             return True
@@ -272,6 +272,40 @@ class WorkerRuntime:
                 self._skipped = self.variables.find(cast(int, name))[1].label
                 return False
         return True
+
+    def _was_pushed(self) -> bool:
+        """Whether the worker that had this step made the next push before it was lost: what led to it is dropped."""
+        if not self._to_skip:
+            return False
+        self._to_skip -= 1
+        self._forget()
+        self._pull()
+        return True
+
+    def _update(self, function: Callable[[], None]) -> None:
+        """A push without an optimizer of torch: a function changes the newest values, with nobody else meanwhile."""
+        shared = self.shared_settings
+        if self._round is not None or shared.torn_reads or getattr(shared.consistency, "rate_of", None) is not None:
+            raise StrategyError(
+                "backup workers, rate_of and torn_reads are for optimizers of torch; for Keras leave them out"
+            )
+        if not self._was_pushed():
+            change = functools.partial(self._change_by, function)
+            self._gate.push(change) if self._gate is not None else change()
+            self._note_pull()
+            self._updated = True
+
+    def _change_by(self, function: Callable[[], None]) -> None:
+        variables, shards = self.variables, list(range(self.variables.memory.num_shards))
+        with variables.journal.writing(shards):
+            staleness = max(0, self._board.version - variables.version)
+            written = {name: self._parameters[name].detach().clone() for name in self._written()}
+            variables.refresh()
+            for name, value in written.items():
+                self._parameters[name].data.copy_(value)
+            function()
+            self._write(shards, (variables.changed_buffers(), self._written()), None, [], staleness)
+            note_staleness(self._board, self.worker, staleness)
 
     def _push(self, update: SharedUpdate | None, gradients: Sequence[torch.Tensor | None]) -> None:
         """Applies gradients, and with them what this worker wrote to buffers and parameters; then it is up to date."""
@@ -284,36 +318,48 @@ class WorkerRuntime:
     def _change(
         self, update: SharedUpdate | None, gradients: Sequence[torch.Tensor | None], closes_round: int = 0
     ) -> None:
+        variables, changes = self.variables, (self.variables.changed_buffers(), self._written())
+        shards = {held.shard for held, _ in changes[0]} | {variables.find(name)[0].shard for name in changes[1]}
+        if update is not None:
+            shards |= set(update.shards_of(gradients))
+        with variables.journal.writing(sorted(shards)):
+            staleness = max(0, self._board.version - variables.version)
+            self._write(sorted(shards), changes, update, gradients, staleness, closes_round)
+        for shard in set(range(variables.memory.num_shards)) - shards:
+            with variables.journal.reading(shard):
+                variables.copy_shard(shard)
+
+    def _write(
+        self,
+        shards: Sequence[int],
+        changes: tuple[list[tuple[Held, torch.Tensor]], list[int]],
+        update: SharedUpdate | None,
+        gradients: Sequence[torch.Tensor | None],
+        staleness: int,
+        closes_round: int = 0,
+    ) -> None:
+        """Writes a push to shards, which the caller holds, and takes the newest values from them."""
         variables, board = self.variables, self._board
-        buffers, written = variables.changed_buffers(), self._written()
-        shards = {held.shard for held, _ in buffers} | {variables.find(name)[0].shard for name in written}
-        plan = [(held.target, (0, len(held.target.live))) for held, _ in buffers]
+        buffers, written = changes
+        plan: list[Saving] = [(held.target, (0, len(held.target.live))) for held, _ in buffers]
         for name in written:
             held, placement = variables.find(name)
             plan.append((held.target, (placement.offset, placement.offset + placement.numel)))
         if update is not None:
-            shards |= set(update.shards_of(gradients))
-        ordered = sorted(shards)
-        with variables.journal.writing(ordered):
-            staleness = max(0, board.version - variables.version)
+            plan += update.savings(gradients)
+        with variables.journal.change(shards, self.worker, _joined(plan)):
+            for name in written:
+                shared_view(*variables.find(name)).copy_(self._parameters[name].detach())
             if update is not None:
-                plan = _joined(plan, update.savings(gradients))
-            with variables.journal.change(ordered, self.worker, plan):
-                for name in written:
-                    shared_view(*variables.find(name)).copy_(self._parameters[name].detach())
-                if update is not None:
-                    update.apply(gradients, staleness)
-                variables.add_buffers(buffers)
-                variables.note_change(target for target, _ in plan)
-                if closes_round:
-                    board.closed_round = closes_round
-            with variables.memory.locks.held(variables.memory.num_shards):
-                version = board.version = board.version + 1
-            for shard in ordered:
-                variables.copy_shard(shard)
-        for shard in set(range(variables.memory.num_shards)) - shards:
-            with variables.journal.reading(shard):
-                variables.copy_shard(shard)
+                update.apply(gradients, staleness)
+            variables.add_buffers(buffers)
+            variables.note_change(target for target, _ in plan)
+            if closes_round:
+                board.closed_round = closes_round
+        with variables.memory.locks.held(variables.memory.num_shards):
+            version = board.version = board.version + 1
+        for shard in shards:
+            variables.copy_shard(shard)
         variables.version = version
         self._marks |= {name: self._parameters[name]._version for name in written}
 
@@ -330,7 +376,7 @@ class WorkerRuntime:
 
     def _push_rest(self) -> None:
         """Makes known what was written to buffers and parameters after the last update."""
-        if self._written() or self.variables.changed_buffers():
+        if (self._written() or self.variables.changed_buffers()) and not self._was_pushed():
             self._push(None, [])
 
     def _written(self) -> list[int]:
@@ -338,10 +384,10 @@ class WorkerRuntime:
         return [name for name, each in self._parameters.items() if each._version != self._marks[name]]
 
 
-def _joined(first: list[Any], second: list[Any]) -> list[Any]:
-    """Savings of both, one for each target: the journal has one entry for each."""
+def _joined(plan: Sequence[Saving]) -> list[Saving]:
+    """Savings, one for each target: the journal has one entry for each."""
     merged: dict[int, Any] = {}
-    for target, what in [*first, *second]:
+    for target, what in plan:
         _, both = merged.get(target.number, (target, what))
         is_range = isinstance(both, tuple)
         merged[target.number] = target, (min(both[0], what[0]), max(both[1], what[1])) if is_range else both

@@ -85,6 +85,11 @@ class Strategy(ABC):
         """Whether this program does what is to be done once: saving, logging."""
         return True
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether programs that train together take all steps together; else each has results of its own."""
+        return True
+
     def draw_alike(self) -> None:  # noqa: B027  # most have nobody else
         """Lets all programs that train together draw the same random numbers from here on; all ask at the same time."""
 
@@ -199,6 +204,10 @@ class Strategy(ABC):
         if not any(map(_is_per_replica, leaves)):
             return (value,)
         return tuple(values.load_deferred(values.select(value, place)) for place in range(len(self.devices)))
+
+    def is_ready(self, value: Any) -> bool:
+        """Whether what `run` returned can be read without waiting."""
+        return True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import json
 import struct
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -18,9 +18,10 @@ import torch
 from stratagem._caller import warn_caller
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.store import ClusterStore
+from stratagem.collectives.calling import connect_all
 from stratagem.collectives.contract import MismatchError
 from stratagem.collectives.mesh import Mesh
-from stratagem.collectives.sockets import Sockets, connect_all
+from stratagem.collectives.sockets import CutOffError, Sockets
 from stratagem.collectives.torch_distributed import TorchDistributed
 from stratagem.errors import (
     CollectiveError,
@@ -40,6 +41,7 @@ _NO_COUNTS = -1
 _PATIENCE_S, _LOOK_S = 5.0, 0.02
 _LINGER_S = 5.0
 _REMIND_S = 60.0
+_PACKET_BYTES = 4 * 2**20
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
     *(torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64),
@@ -98,11 +100,16 @@ class Workers:
             sign=membership.sign,
             timeout_s=membership.join_timeout_s,
             attend=self._attend,
+            names=self._names,
         )
-        mesh = Mesh(self.rank, self.size, Sockets(found), self._attend)
+        mesh = Mesh(self.rank, self.size, Sockets(found, self._names), self._attend)
         self.between = Between(mesh, self._connect_accelerators, lambda error: self.fatal(self.explain(error)))
-        self.sizes = tuple(each[0] for each in self._exchange("count replicas", [num_replicas]))
-        self.draw_alike()
+        try:
+            self.sizes = tuple(each[0] for each in self._exchange("count replicas", [num_replicas]))
+            self.draw_alike()
+        except BaseException:
+            self.between.close()
+            raise
 
     def _connect_accelerators(self) -> TorchDistributed:
         connection = TorchDistributed(
@@ -141,7 +148,7 @@ class Workers:
         """
         self._doing = f"begin run {number}"
         sent = [number, *([_NO_COUNTS] if counts is None else counts), int(wrote), agreement.total(told)]
-        rows = self._exchange("begin a run", sent)
+        rows = self._exchange("strategy.run", sent)
         changes = {row.pop() for row in rows}
         writers = [rank for rank, row in enumerate(rows) if row.pop()]
         self._doing = f"finish run {number}"
@@ -180,8 +187,11 @@ class Workers:
         everyones = self._exchange("distribute a model", [len(forms), zlib.crc32(text)])
         if any(each != everyones[0] for each in everyones):
             self._name_difference([each.decode().split("\n") for each in self.between.exchange("compare models", text)])
-        for tensor in tensors:
-            tensor.copy_(self.between.broadcast(tensor))
+        for group in _packed(tensors):
+            row = torch.cat([each.detach().reshape(-1) for each in group]) if len(group) > 1 else group[0]
+            parts = torch.split(self.between.broadcast(row).view(-1), [each.numel() for each in group])
+            for tensor, part in zip(group, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
 
     def _name_difference(self, everyones: Sequence[Sequence[str]]) -> None:
         """Says what is first different in the models of two workers."""
@@ -203,12 +213,12 @@ class Workers:
     def draw_alike(self) -> None:
         """Gives all workers the first one's random state: else they would shuffle in different orders."""
         self._doing = "begin an epoch"
-        set_random_state(self.between.exchange("draw alike", random_state())[0])
+        set_random_state(self.between.exchange("iter() of strategy.distribute", random_state())[0])
 
     def is_any(self, has_data: bool) -> bool:
         """Whether any worker has data; all ask at the same time."""
         self._doing = "ask for the next batch"
-        return any(each[0] for each in self._exchange("ask for a batch", [int(has_data)]))
+        return any(each[0] for each in self._exchange("next() of strategy.distribute", [int(has_data)]))
 
     def everyones(self, value: PerReplica) -> PerReplica:
         """The values of the replicas of all workers, which all give theirs at the same time."""
@@ -219,7 +229,7 @@ class Workers:
             header += [count, _DTYPES.index(each.dtype), each.dim(), *each.shape]
         payload = b"".join(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in tensors)
         packed = struct.pack(f"<i{len(header)}q", len(header), *header) + payload
-        joined = [_unpack(each) for each in self.between.exchange("join results", packed)]
+        joined = [_unpack(each) for each in self.between.exchange("strategy.reduce or gather", packed)]
         counted = all(has_counts for _, _, has_counts in joined)
         values = [tensor for each, _, _ in joined for tensor in each]
         return PerReplica(values, tuple(count for _, counts, _ in joined for count in counts) if counted else None)
@@ -232,23 +242,28 @@ class Workers:
     def fail(self, error: BaseException) -> None:
         """Tells the others that this worker cannot go on."""
         if not isinstance(error, TaskLostError):  # all know of that
-            self._membership.fail(f"{type(error).__name__}: {error}")
+            self._membership.fail(f"{type(error).__name__}: {error}".removesuffix(": "))
 
     def explain(self, error: CollectiveError) -> StratagemError:
         """What is behind an error: that a connection broke is a symptom, and why is known a moment later."""
         if isinstance(error, MismatchError):
             return WorkerError(f"workers do not do the same: {error}")
-        deadline = time.monotonic() + _PATIENCE_S
+        is_cut_off = isinstance(error, CutOffError)  # which takes longer to notice than a loss
+        deadline = time.monotonic() + (0.0 if is_cut_off else _PATIENCE_S)
         while self._membership.lost is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         try:
             self._membership.raise_if_lost()
         except TaskLostError as lost:
             return lost
+        if is_cut_off:
+            return WorkerError(
+                f"{self._names[self.rank]} wanted to {self._doing}, but {error}; all must reach each other"
+            )
         others = ", ".join(name for rank, name in enumerate(self._names) if rank != self.rank)
         return WorkerError(
             f"{self._names[self.rank]} wanted to {self._doing}, but not all of {others} take part any more: one has "
-            f"closed its strategy; do the same in every worker"
+            f"closed its strategy; do the same in every worker ({error})"
         )
 
     def close(self) -> None:
@@ -273,6 +288,21 @@ class Workers:
         if waited_s - self._reminded_s > _REMIND_S:
             self._reminded_s = waited_s
             warn_caller(f"waiting for {', '.join(others)} to {self._doing}, {waited_s:.0f} s by now", StratagemWarning)
+
+
+def _packed(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one type on one device that travel together: each way over the network takes its time."""
+    group: list[torch.Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        num_bytes += tensor.nbytes
+        fits = not group or (tensor.dtype, tensor.device) == (group[0].dtype, group[0].device)
+        if group and not (fits and num_bytes <= _PACKET_BYTES):
+            yield group
+            group, num_bytes = [], tensor.nbytes
+        group.append(tensor)
+    if group:
+        yield group
 
 
 def _kind(tensor: torch.Tensor) -> str:

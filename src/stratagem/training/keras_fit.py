@@ -20,10 +20,11 @@ from stratagem.errors import StrategyError
 from stratagem.replicas import wire
 from stratagem.strategies import context
 from stratagem.strategies.strategy import Strategy
-from stratagem.training import keras_changes, keras_steps, keras_wire
+from stratagem.training import keras_changes, keras_pending, keras_steps, keras_wire
 
 _KINDS = ("train", "test", "predict")
 _WITHOUT_TRAINING = ("test", "predict")  # what a model can do on its own when its strategy is closed
+_LAGGING = ("fit", "evaluate")  # whose logs may be those of an earlier step
 _LOOPS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 _owners: "weakref.WeakKeyDictionary[Any, Strategy]" = weakref.WeakKeyDictionary()
@@ -40,6 +41,7 @@ def install() -> None:
     _wrap(Trainer, "_symbolic_build", _build_in_scope)
     for kind in _KINDS:
         _wrap(TorchTrainer, f"make_{kind}_function", functools.partial(_make_function, kind))
+    _wrap(Trainer, "compile", _compile)  # Keras asks whether a model has its own: not that of another class
     for name in _LOOPS:
         _wrap(TorchTrainer, name, functools.partial(_require_owner, name))
     _wrap(keras.callbacks.CallbackList, "__init__", _init_callbacks)
@@ -57,10 +59,12 @@ class _Steps:
     def __init__(self, model: Any, strategy: Strategy) -> None:
         self._model: Any = weakref.ref(model)
         self._strategy = strategy
+        self._shares_steps = strategy.num_replicas_in_sync > 1 and strategy.is_in_step
         self._batch: Any = None
         self._slices = iter(strategy.distribute(self._batches()))
         self._compiled: keras_steps.Compiled | None = None
         self._seen: Any = None
+        self._under_way = keras_pending.UnderWay(strategy)
 
     def train(self, data: Any) -> Any:
         """What Keras calls for a batch to train on."""
@@ -73,13 +77,16 @@ class _Steps:
     def predict(self, data: Any) -> Any:
         """What Keras calls for a batch to predict."""
         self._build(data[0])
-        return self._strategy.gather(self._run("predict", data[0]))
+        told = self._run("predict", data[0])
+        if not self._shares_steps:
+            return self._strategy.local_results(told)[0]
+        return self._strategy.gather(told)
 
     def _logs(self, kind: str, batch: Any) -> Any:
         """What a step tells: metrics as they are for all replicas, other values as their mean."""
         model, logs = self._model(), self._run(kind, batch)
-        if self._strategy.num_replicas_in_sync == 1:
-            return self._strategy.local_results(logs)[0]
+        if not self._shares_steps:
+            return self._under_way.logs_after(logs)
         found = model.get_metrics_result() if any(value[0] is None for value in logs.values()) else {}
         return {
             name: found[name] if value[0] is None else self._strategy.reduce("mean", value)
@@ -90,11 +97,14 @@ class _Steps:
         """Runs a step on all replicas, and keeps what it changed."""
         compiled = self._current()
         self._batch = keras.tree.map_structure(lambda each: each if each is None else torch.as_tensor(each), batch)
-        told, sums = self._strategy.run(keras_steps.step, args=(kind, compiled, next(self._slices)))
-        if self._strategy.num_replicas_in_sync > 1:
+        # A program that is not in step with the others has nobody to evaluate or predict the rest of a batch.
+        data = next(self._slices) if kind == "train" or self._strategy.is_in_step else self._batch
+        result = self._strategy.run(keras_steps.step, args=(kind, compiled, data))
+        if self._shares_steps:
+            _, sums = result
             compiled.state(kind).keep(None if sums[0] is None else self._strategy.reduce("sum", sums))
         self._seen.note()
-        return told
+        return result[0]
 
     def _build(self, batch: Any) -> None:
         """Builds what is not built yet, which `predict` leaves to the first call: replicas would draw other weights."""
@@ -114,11 +124,12 @@ class _Steps:
         model = self._model()
         parts = keras_changes.parts_of(model)
         variables = keras_changes.variables_of(model, parts)
-        if self._compiled is None or not self._seen.is_current(parts, variables):
+        changed = self._seen.changed_layers() if self._seen is not None else []
+        if self._compiled is None or changed or not self._seen.is_current(parts, variables):
             if self._strategy.input_pipeline[0] > 1:
                 gc.collect()  # programs that train together must drop their old models, which are circles, together
-            self._compiled = keras_steps.Compiled(model, parts, variables)
-            self._seen = keras_changes.Seen(parts, variables)
+            self._compiled = keras_steps.Compiled(model, parts, variables, changed)
+            self._seen = keras_changes.Seen(model, parts, variables)
             self._strategy.take([*map(keras_wire.tensor_of, variables), model, self._compiled])
         return self._compiled
 
@@ -178,10 +189,11 @@ def _make_function(kind: str, original: Callable[..., Any], model: Any, force: b
 
 
 def _steps_of(model: Any, strategy: Strategy) -> _Steps:
-    """The steps that another of the model's functions has already, or new ones; only the model keeps them."""
-    functions = [getattr(model, f"{kind}_function") for kind in _KINDS]
-    known = [steps for each in functions if isinstance(steps := getattr(each, "__self__", None), _Steps)]
-    return known[0] if known else _Steps(model, strategy)
+    """The steps of a model, which know what the replicas have of it; only the model keeps them."""
+    if keras_wire.STEPS not in model.__dict__:
+        model.__dict__[keras_wire.STEPS] = _Steps(model, strategy)
+    steps: _Steps = model.__dict__[keras_wire.STEPS]
+    return steps
 
 
 def _init_callbacks(
@@ -214,17 +226,35 @@ def _do_nothing(*_: Any, **__: Any) -> None:
     """In the place of what another program does."""
 
 
+def _compile(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Who compiles in a scope means to train there."""
+    _require_made_in_scope(model, "fit")
+    return original(model, *args, **kwargs)
+
+
 def _require_owner(what: str, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    owner, scope = _owners.get(model), context.state.scopes[-1] if context.state.scopes else None
-    if scope is not None and owner is not scope:
+    _require_made_in_scope(model, what)
+    data = args[0] if args else kwargs.get("x")
+    if type(data).__module__.startswith("stratagem."):
+        raise StrategyError(
+            f"{what}() divides its batches itself, but was given a {type(data).__name__}, as strategy.distribute makes "
+            f"it; give it the data as on one device"
+        )
+    owner = _owners.get(model)
+    if owner is not None and not _is_open(owner):
+        for kind in _WITHOUT_TRAINING:
+            setattr(model, f"{kind}_function", None)  # Keras' own will be made
+    with keras_pending.in_loop(may_go_on=what in _LAGGING):
+        return original(model, *args, **kwargs)
+
+
+def _require_made_in_scope(model: Any, what: str) -> None:
+    scope = context.state.scopes[-1] if context.state.scopes else None
+    if scope is not None and _owners.get(model) is not scope:
         raise StrategyError(
             f"model {model.name!r} was created outside strategy.scope(), so {what}() would not be distributed; "
             f"create or load it inside `with strategy.scope():`"
         )
-    if owner is not None and not _is_open(owner):
-        for kind in _WITHOUT_TRAINING:
-            setattr(model, f"{kind}_function", None)  # Keras' own will be made
-    return original(model, *args, **kwargs)
 
 
 def _is_open(strategy: Strategy) -> bool:

@@ -13,6 +13,8 @@ from typing import Any, final
 import torch
 
 from stratagem.strategies.context import ReplicaContext
+from stratagem.training.keras_changes import kept_by
+from stratagem.training.keras_metrics import own_metrics
 from stratagem.training.keras_wire import tensor_of
 
 _SEED_STRIDE = 1_000_003
@@ -28,15 +30,17 @@ class StepState:
     """
 
     def __init__(self, model: Any, optimizers: Sequence[Any] = ()) -> None:
-        metrics = _unique(model.metrics_variables)
+        self.own_metrics = own_metrics(model)
+        by_all = _unique(each for metric in self.own_metrics for each in metric.variables)
+        metrics = _unique(model.metrics_variables, but=by_all)
         layers = list(model._flatten_layers())
-        others = _unique([each for layer in layers for each in layer._non_trainable_variables], but=metrics)
+        others = _unique([each for layer in layers for each in layer._non_trainable_variables], but=[*metrics, *by_all])
         self._sums = [each for each in metrics if each.aggregation == "sum"]
         means = [each for each in metrics if each.aggregation == "mean"] + [each for each in others if _is_float(each)]
         self._means = means
         self._seeds = _unique(generator.state for layer in layers for generator in layer._seed_generators)
-        scalars = [each for optimizer in optimizers for each in optimizer.variables if not each.shape]
-        self._same = _unique([*metrics, *others, *scalars], but=[*self._sums, *means, *self._seeds])
+        scalars = [each for optimizer in optimizers for each in kept_by(optimizer) if not each.shape]
+        self._same = _unique([*metrics, *by_all, *others, *scalars], but=[*self._sums, *means, *self._seeds])
         self._own = {id(each): torch.empty_like(tensor_of(each)).detach() for each in self._all()}
         self._is_settled = False
         self._model = model

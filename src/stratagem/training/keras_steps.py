@@ -12,11 +12,12 @@ from keras.src.backend.torch.trainer import TorchTrainer
 from torch.utils import _pytree as pytree
 
 from stratagem.strategies.context import current_runs, get_replica_context
-from stratagem.training import keras_norm, keras_updates
-from stratagem.training.keras_changes import Settings, optimizers_in
+from stratagem.training import keras_losses, keras_metrics, keras_norm, keras_updates
+from stratagem.training.keras_changes import Members, Settings, optimizers_in
 from stratagem.training.keras_state import StepState
 
 keras_norm.connect()
+keras_losses.connect()
 
 
 @final
@@ -27,20 +28,25 @@ class Compiled(torch.nn.Module):
         model: The Keras model.
         parts: What it was compiled with, by attribute.
         variables: All that it has, as they are now.
+        changed: Layers that the replicas have otherwise.
     """
 
     model: Any
     parts: dict[str, Any]
     variables: list[Any]
+    changed: list[Members]
     settings: Settings
     states: dict[str, StepState]
 
-    def __init__(self, model: Any, parts: Mapping[str, Any], variables: Sequence[Any]) -> None:
+    def __init__(
+        self, model: Any, parts: Mapping[str, Any], variables: Sequence[Any], changed: Sequence[Members]
+    ) -> None:
         super().__init__()
         # Past torch's own attributes: no part is to be found twice.
         self.__dict__["model"] = model
         self.__dict__["parts"] = dict(parts)
         self.__dict__["variables"] = list(variables)
+        self.__dict__["changed"] = list(changed)
         self.__dict__["settings"] = Settings.now()
         self.__dict__["states"] = {}
 
@@ -51,6 +57,8 @@ class Compiled(torch.nn.Module):
         """The model, with these parts; and Keras set as it was when they were taken."""
         if self.settings != Settings.now():
             self.settings.apply()
+        while self.changed:
+            self.changed.pop().give()
         for name, part in self.parts.items():
             if getattr(self.model, name, None) is not part:
                 self.model.__dict__[name] = part
@@ -79,6 +87,8 @@ def step(kind: str, compiled: Compiled, data: Any) -> tuple[Any, torch.Tensor | 
             return getattr(model, f"{kind}_step")(data), None
         with (
             state.own_values(replica, num_examples),
+            keras_losses.of_global_batch(replica, num_examples),
+            keras_metrics.of_global_batch(state.own_metrics, replica, num_examples),
             _without_results(model, kind, state),
             _something(data, num_examples) as batch,
         ):

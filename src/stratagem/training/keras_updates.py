@@ -5,8 +5,9 @@ the time of the update each variable and what the optimizer keeps for it are the
 """
 
 import contextlib
+import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import keras
@@ -16,7 +17,8 @@ from keras.src.backend.torch.trainer import TorchTrainer
 from stratagem.strategies import context
 from stratagem.training.keras_wire import tensor_of
 
-_ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Nadam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Lion", "Ftrl"})
+# Not Nadam: its update also changes a number that is the same for all variables.
+_ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Lion", "Ftrl"})
 
 
 def take_over(optimizer: Any, *, checks_gradients: bool = False) -> None:
@@ -28,10 +30,21 @@ def take_over(optimizer: Any, *, checks_gradients: bool = False) -> None:
     """
     if optimizer is None or "_backend_update_step" in optimizer.__dict__:
         return
+    if not checks_gradients and "apply" not in optimizer.__dict__:
+        optimizer.__dict__["apply"] = functools.partial(_apply, optimizer.apply)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         take_over(optimizer.inner_optimizer, checks_gradients=True)
         return
     optimizer.__dict__["_backend_update_step"] = _Update(optimizer, checks_gradients)
+
+
+def _apply(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """What `optimizer.apply` does in a replica: where others update the same variables, it waits for its turn."""
+    replica = context.get_replica_context()
+    if replica is None:
+        original(*args, **kwargs)
+    else:
+        replica.update(functools.partial(original, *args, **kwargs))
 
 
 @final

@@ -22,10 +22,15 @@ from keras.src.backend import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import tracking
+from keras.src.utils.backend_utils import DynamicBackend
 
 _CONTAINERS = {tracking.TrackedList: list, tracking.TrackedDict: dict, tracking.TrackedSet: set}
+_OF_THIS_SIDE = frozenset({"_backend_update_step", "apply"})  # of an optimizer
+STEPS = "_distributed_steps"
+# Of a layer: the way to its neighbours, which are too many to follow one inside the other. The model has them all.
+NODES = frozenset({"_inbound_nodes", "_outbound_nodes"})
 # Of a model: they run the steps of this side.
-_FUNCTIONS = frozenset({"train_function", "test_function", "predict_function", "_eval_epoch_iterator"})
+FUNCTIONS = frozenset({"train_function", "test_function", "predict_function", "_eval_epoch_iterator", STEPS})
 
 
 def reduce(obj: Any) -> Any:
@@ -39,11 +44,13 @@ def reduce(obj: Any) -> Any:
     if isinstance(obj, tracking.Tracker):
         return _blank, (type(obj),), dict(obj.__dict__), None, None, _fill_tracker
     if isinstance(obj, BaseOptimizer):
-        state = {key: value for key, value in obj.__dict__.items() if key != "_backend_update_step"}
+        state = {key: value for key, value in obj.__dict__.items() if key not in _OF_THIS_SIDE}
         return _blank, (type(obj),), state, None, None, _fill_optimizer
     if isinstance(obj, KerasSaveable):
-        state = {key: None if key in _FUNCTIONS else value for key, value in obj.__dict__.items()}
-        return _blank, (type(obj),), state, None, None, _fill
+        state = {key: None if key in FUNCTIONS else value for key, value in obj.__dict__.items() if key not in NODES}
+        return _blank, (type(obj),), {**state, **{key: [] for key in NODES}}, None, None, _fill
+    if isinstance(obj, DynamicBackend):  # of layers that prepare data; without its constructor it asks itself for ever
+        return DynamicBackend, (obj.name,)
     return NotImplemented
 
 

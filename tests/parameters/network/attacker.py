@@ -10,7 +10,7 @@ import zmq
 from stratagem.cluster import token as tokens
 from stratagem.cluster.agreement import Introduction
 from stratagem.cluster.spec import ClusterSpec
-from stratagem.parameters.network import bodies, frames, sealing
+from stratagem.parameters.network import bodies, door, frames, sealing
 from stratagem.parameters.network.frames import Greeting, Kind
 from stratagem.parameters.network.sealing import Handshake, Opener, Sealer
 
@@ -18,7 +18,7 @@ PATIENCE_S = 20.0
 
 
 class Attacker(contextlib.ExitStack):
-    """A bare socket to a server; `log_in` proves that it has the token, `attach` says that it is a worker."""
+    """A bare socket that has passed the door; `log_in` proves that it has the token, `attach` that it is a worker."""
 
     def __init__(self, spec: dict[str, list[str]], server: int = 0, *, queue: int = 100) -> None:
         super().__init__()
@@ -27,6 +27,7 @@ class Attacker(contextlib.ExitStack):
         self.socket = self.enter_context(self._context.socket(zmq.DEALER))
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.RCVHWM, queue)
+        door.take_key(self.socket, tokens.load())
         self.socket.connect(f"tcp://{spec['ps'][server]}")
         self.sent: list[bytes] = []
 

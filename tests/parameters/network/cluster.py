@@ -39,7 +39,9 @@ class Cluster(contextlib.ExitStack):
 
     def worker(self, index: int = 0, **options: Any) -> ParameterClient:
         """A client that has connected, and leaves with the test."""
-        client = ParameterClient(self.spec, "worker", index, join_timeout_s=PATIENCE_S, **options)
+        # Most tests are about what travels.
+        options = {"join_timeout_s": PATIENCE_S, "shares_memory": False, **options}
+        client = ParameterClient(self.spec, "worker", index, **options)
         self.callback(client.close)
         return client.connect()
 

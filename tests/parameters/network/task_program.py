@@ -29,7 +29,8 @@ def serve(spec: Any, index: int, **options: Any) -> str:
 def train(spec: Any, index: int, **options: Any) -> str:
     """Makes this process a worker."""
     global trainer  # noqa: PLW0603
-    client = ParameterClient(spec, "worker", index, join_timeout_s=PATIENCE_S, **options).connect()
+    options = {"join_timeout_s": PATIENCE_S, "shares_memory": False, **options}
+    client = ParameterClient(spec, "worker", index, **options).connect()
     trainer = Trainer(client, len(spec["ps"]))
     trainer.define(has_values=index == 0)
     return "training"

@@ -1,8 +1,10 @@
 """The attacks A1 to A15 that concern the channel of parameter servers; every one leaves the others untouched."""
 
+import contextlib
 import logging
 import os
 import pickle
+import resource
 import socket
 import struct
 import threading
@@ -14,11 +16,13 @@ import pytest
 import torch
 import zmq
 
+from stratagem.cluster import token as tokens
 from stratagem.errors import ParameterServerLostError, StratagemError
 from stratagem.parameters.contract import Variable, describe_optimizer
-from stratagem.parameters.network import bodies, frames
+from stratagem.parameters.network import bodies, door, frames, sockets
 from stratagem.parameters.network.client import ParameterClient
 from stratagem.parameters.network.frames import Greeting, Kind
+from stratagem.parameters.network.serving import _MOST_STRANGERS
 from stratagem.parameters.partitioning import make_plan
 from tests.cluster.tasks import listening_at
 from tests.parameters.network.attacker import Attacker, eventually
@@ -30,6 +34,8 @@ PUSH = {
     "number": 1,
     "version": 0,
     "optimizer": 0,
+    "weight": 1,
+    "is_shared": False,
     "options": None,
     "gradients": [["2.bias", None, ""]],
     "assigned": [],
@@ -189,11 +195,45 @@ def test_request_before_an_introduction_or_an_answer_is_refused(new_cluster: New
     assert is_untouched(trainer)
 
 
-def _zmtp(length: int) -> bytes:
-    """The greeting of ZeroMQ's protocol, and the start of a message of some length."""
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-    return greeting + bytes([4, len(ready)]) + ready + b"\x02" + struct.pack(">Q", length & (2**64 - 1)) + b"x"
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(20, b"\0") + bytes(32)
+SOCKET_TYPE = b"\x0bSocket-Type\x00\x00\x00\x06DEALER"
+
+
+def _command(content: bytes) -> bytes:
+    return bytes([4, len(content)]) + content
+
+
+def _hello(password: bytes = b"") -> bytes:
+    """The start of a connection in ZeroMQ's protocol, with the right password if no other is given."""
+    password = password or door.password(tokens.load())
+    return GREETING + _command(b"\x05HELLO\x09stratagem" + bytes([len(password)]) + password)
+
+
+def _enter(raw: socket.socket) -> None:
+    """Passes the door, so that messages are taken."""
+    raw.sendall(_hello())
+    received = b""
+    while b"WELCOME" not in received:
+        received += (more := raw.recv(4096))
+        assert more, "not let in"
+    raw.sendall(_command(b"\x08INITIATE" + SOCKET_TYPE))
+
+
+def _part(length: int, flags: int) -> bytes:
+    """The start of a part of a message; 1 in the flags says that more follow, 2 that its length has 8 bytes."""
+    return bytes([flags]) + struct.pack(">Q", length & (2**64 - 1))
+
+
+def _until_cut_off(raw: socket.socket) -> bool:
+    raw.settimeout(PATIENCE_S)
+    try:
+        while raw.recv(65536):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("length", [2**63, 2**32, -1, 2**30, frames.MOST_FRAME_BYTES + 1])
@@ -201,37 +241,67 @@ def test_absurd_lengths_are_refused_before_memory_is_taken(new_cluster: NewClust
     cluster = new_cluster()
     trainer = in_use(cluster)
     before = _resident_bytes()
-    with socket.create_connection(("127.0.0.1", cluster.port), PATIENCE_S) as raw:
-        raw.sendall(_zmtp(length))
-        received = b"x"
-        while received:
-            received = raw.recv(65536)
+    for is_inside in (True, False):
+        with socket.create_connection(("127.0.0.1", cluster.port), PATIENCE_S) as raw:
+            _enter(raw) if is_inside else raw.sendall(GREETING)
+            raw.sendall(_part(length, 2) + b"x")
+            assert _until_cut_off(raw)
     assert _resident_bytes() - before < 10 * 2**20
     assert is_untouched(trainer)
 
 
-def test_idle_connections_and_half_handshakes_do_not_keep_workers_out(new_cluster: NewCluster) -> None:  # A5
+@pytest.mark.parametrize("opening", ["no password", "another password", "another mechanism", "none"])
+def test_stranger_cannot_fill_the_memory_with_a_message_that_never_ends(
+    new_cluster: NewCluster, opening: str
+) -> None:  # A5
+    """ZeroMQ would keep all parts until the last one comes."""
     cluster = new_cluster()
     trainer = in_use(cluster)
-    connections = [socket.create_connection(("127.0.0.1", cluster.port), PATIENCE_S) for _ in range(150)]
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    half = []
-    try:
-        for _ in range(80):
-            half.append(context.socket(zmq.DEALER))
-            half[-1].connect(f"tcp://{cluster.spec['ps'][0]}")
-            half[-1].send(frames.greeting(Greeting.HELLO, bytes(32)))
-        for each in half:
-            assert each.poll(int(1000 * PATIENCE_S))
-        assert len(cluster.servers[0]._strangers) <= 64
+    start = {
+        "no password": GREETING,
+        "another password": _hello(b"0" * 64),
+        "another mechanism": GREETING.replace(b"PLAIN", b"NULL\0") + _command(b"\x05READY" + SOCKET_TYPE),
+        "none": b"",
+    }[opening]
+    part = _part(200_000, 3) + bytes(200_000)
+    before, num_sent = _resident_bytes(), 0
+    with socket.create_connection(("127.0.0.1", cluster.port), PATIENCE_S) as raw:
+        with contextlib.suppress(ConnectionError):
+            raw.sendall(start)
+            for _ in range(500):
+                raw.sendall(part)
+                num_sent += 1
+        assert num_sent < 100  # what the system's buffers took before the connection was ended
+        assert _resident_bytes() - before < 30 * 2**20
+    assert is_untouched(trainer)
+
+
+def test_floods_of_connections_and_handshakes_keep_nobody_out(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:  # A5
+    monkeypatch.setattr(sockets, "_HANDSHAKE_MS", 1000)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[1], 16_384), limits[1]))
+    cluster = new_cluster()
+    trainer = in_use(cluster)
+    address = ("127.0.0.1", cluster.port)
+    idle = min(5000, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 3000) // 2)  # both ends are in this process
+    hello = frames.greeting(Greeting.HELLO, bytes(32))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        opened = [stack.enter_context(socket.create_connection(address, PATIENCE_S)) for _ in range(idle)]
+        for number in range(1000):
+            opened.append(stack.enter_context(socket.create_connection(address, PATIENCE_S)))
+            if number < 900:
+                opened[-1].sendall(_hello()[: 20 + number % 100])  # at any point of the password
+            else:
+                _enter(opened[-1])
+                opened[-1].sendall(bytes([0, len(hello)]) + hello)
+        assert eventually(lambda: len(cluster.servers[0]._strangers) == _MOST_STRANGERS)
         assert is_untouched(trainer)
         assert cluster.trainer(1).step(3)
-    finally:
-        for each in half:
-            each.close(linger=0)
-        context.term()
-        for connection in connections:
-            connection.close()
+        for each in (opened[0], opened[idle - 1], opened[idle]):
+            assert _until_cut_off(each)
 
 
 def test_servers_and_clients_listen_on_loopback_only(new_cluster: NewCluster) -> None:  # A9
@@ -305,24 +375,26 @@ def definition(trainer: Trainer) -> dict[str, object]:
         **bodies.plan_to_body(trainer.plan),
         "shard": 0,
         "optimizers": [bodies.optimizer_to_body(trainer.spec)],
-        "max_staleness": None,
+        "pacing": [None, None, 1, 60.0],
         "has_values": False,
         "is_open": True,
     }
 
 
 def test_client_refuses_a_server_that_lies(token_file: Path) -> None:
-    """A server without the token that plays the handshake back learns nothing and is not believed."""
+    """A server that has only the password, and plays the handshake back, learns nothing and is not believed."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.set(zmq.LINGER, 0)
+    entrance = door.Door(context, tokens.load())
+    entrance.guard(router)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     client = ParameterClient({"worker": ["127.0.0.1:1"], "ps": [f"127.0.0.1:{port}"]}, "worker", 0, join_timeout_s=5)
     try:
 
         def lie() -> None:
             for answer in (Greeting.CHALLENGE, Greeting.WELCOME):
-                if router.poll(int(1000 * PATIENCE_S)):
+                if eventually(lambda: bool(entrance.answer() or router.poll(0))):
                     identity, frame = router.recv_multipart()
                     router.send_multipart([identity, frames.greeting(answer, frames.parse_greeting(frame)[1])])
 
@@ -332,6 +404,7 @@ def test_client_refuses_a_server_that_lies(token_file: Path) -> None:
             client.connect()
         lying.join(PATIENCE_S)
     finally:
+        entrance.close()
         router.close()
         context.term()
 

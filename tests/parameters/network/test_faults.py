@@ -21,6 +21,8 @@ __all__ = ["network"]
 NewCluster = Callable[..., Cluster]
 
 PROGRAM = "tests.parameters.network.task_program"
+pytestmark = pytest.mark.usefixtures("forked_tasks")
+
 FAST = {"heartbeat_s": 0.2, "num_missed": 15}
 
 

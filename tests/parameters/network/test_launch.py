@@ -21,13 +21,16 @@ def starts(folder: Path) -> dict[str, int]:
     return {each.name: len(each.read_text().split()) for each in folder.iterdir() if each.is_file()}
 
 
-def test_killed_worker_is_replaced_and_killed_server_brings_all_back(tmp_path: Path) -> None:  # F13, F14
-    done = launch(tmp_path, "once", "--ps", "2", "--max-restarts", "2")
+def test_killed_worker_is_replaced_and_killed_server_brings_all_back(tmp_path: Path) -> None:  # F13, F14, F15
+    done = launch(tmp_path, "once", "--ps", "2", "--max-restarts", "3")
     assert done.returncode == 0, done.stderr
-    assert "worker/1 was killed by SIGKILL; starting worker/1 again (restart 1 of 2)" in done.stderr
-    assert "ps/0 was killed by SIGKILL; starting all tasks again (restart 2 of 2)" in done.stderr
-    assert "succeeded after 2 restart(s)" in done.stderr
-    assert starts(tmp_path) == {"worker-0": 2, "worker-1": 3, "ps-0": 2, "ps-1": 2}
+    assert "worker/1 was killed by SIGKILL; starting worker/1 again (restart 1 of 3)" in done.stderr
+    # Then both at once: whichever is seen first, all come back.
+    (number,) = re.findall(r"starting all tasks again \(restart (\d) of 3\)", done.stderr)
+    assert f"succeeded after {number} restart(s)" in done.stderr
+    found = starts(tmp_path)
+    assert 3 <= found.pop("worker-1") <= int(number) + 1  # it may have been ended before it could say so
+    assert found == {"worker-0": 2, "ps-0": 2, "ps-1": 2}
     (saved,) = [int(each.name.rpartition("-")[2]) for each in (tmp_path / "checkpoints").iterdir()]
     assert saved > 0
     resumed = set(re.findall(r"(worker/\d) goes on after (\d+)", done.stdout))

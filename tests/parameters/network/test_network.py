@@ -110,20 +110,6 @@ def test_rows_of_an_embedding_travel_alone(new_cluster: NewCluster) -> None:
     assert table[:, 0].tolist() == [0, 0, -1, 0, 0, 0, 0, -2, 0, 0]
 
 
-def test_stale_push_is_left_out_when_that_is_the_rule(new_cluster: NewCluster) -> None:
-    cluster = new_cluster()
-    first, second = Trainer(cluster.worker(0), 1), Trainer(cluster.worker(1), 1)
-    first.define(max_staleness=1)
-    second.define(has_values=False, max_staleness=1)
-    for seed in range(2):
-        first.step(seed)
-    before = first.copies()
-    assert [each.verdict for each in second.step(5)] == [Verdict.STALE]
-    first.pull()
-    assert same(first.copies(), before)
-    assert [each.verdict for each in second.step(6)] == [Verdict.APPLIED]
-
-
 def test_push_that_is_not_finite_changes_nothing(new_cluster: NewCluster) -> None:  # A7
     cluster = new_cluster()
     trainer = cluster.trainer(0)

@@ -1,5 +1,6 @@
 """The strategy in a worker and an evaluator; servers in threads of this process."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from stratagem import _env
 from stratagem.cluster import TFConfigResolver
 from stratagem.errors import StratagemWarning, StrategyError
 from stratagem.parameters.consistency import Async, BoundedStaleness, Synchronous
+from stratagem.parameters.network.pacing import Pacing
 from stratagem.strategies.parameter_cluster import ClusterOptions, ClusterTask
 from tests.parameters.network.cluster import Cluster
 
@@ -144,9 +146,12 @@ def test_sparse_embedding_fetches_only_the_rows_of_a_batch(new_cluster: NewClust
         strategy.run(step, args=(torch.tensor([3, 40, 3]),))
         assert torch.equal(table.weight.detach(), before)  # what was pushed has not been fetched
         strategy.pull()
+        table.state_dict()  # fetches all of it again
         changed = (table.weight.detach() != before).any(1).nonzero().flatten().tolist()
         assert changed == [3, 40]
         torch.testing.assert_close(table.weight[3].detach(), before[3] - 2)
+    saved = table.state_dict()["weight"]  # of a plain module, now that the servers are gone
+    assert torch.equal(table(torch.tensor([3])), saved[3:4])
 
 
 def test_gradient_that_is_not_finite_reaches_no_server(new_cluster: NewCluster) -> None:
@@ -181,7 +186,8 @@ def test_step_outside_of_a_run_and_a_scope_without_optimizer_are_refused(new_clu
     ("options", "message"),
     [
         ({"torn_reads": True}, "torn_reads goes with num_workers="),
-        ({"consistency": Synchronous()}, "MultiWorkerMirroredStrategy"),
+        ({"consistency": 3}, r"consistency is Async\(\), BoundedStaleness\(k\)"),
+        ({"stall_timeout_s": -1}, "stall_timeout_s is a number of seconds"),
         ({"consistency": Async(rate_of=lambda staleness: 1.0)}, "no code is sent"),
         ({"on_nonfinite": "apply"}, "'skip' or 'raise'"),
         ({"join_timeout_s": 0}, "join_timeout_s is a number of seconds"),
@@ -194,8 +200,40 @@ def test_options_without_meaning_in_a_task_are_refused(options: dict[str, Any], 
 
 def test_options_are_translated() -> None:
     options = ClusterOptions.of(consistency=BoundedStaleness(2), compression="bf16")
-    assert options.max_staleness == 2
+    assert options.pacing(3) == Pacing(max_ahead=2)
     assert options.compression == sg.Compression("bf16")
+    assert ClusterOptions.of(consistency=Synchronous(1)).pacing(3) == Pacing(None, 2, 3)
+    with pytest.raises(StrategyError, match="leaves none of 2 workers"):
+        ClusterOptions.of(consistency=Synchronous(2)).pacing(2)
+
+
+def test_task_is_a_parameter_server_strategy_and_says_what_it_cannot_do(new_cluster: NewCluster) -> None:
+    with task(new_cluster()) as strategy:
+        assert isinstance(strategy, sg.ParameterServerStrategy)
+        assert strategy.num_workers == 2
+        with pytest.raises(StrategyError, match="no code is sent between machines"):
+            sg.ClusterCoordinator(strategy)
+
+
+def test_state_dicts_are_what_the_servers_have_and_go_on(new_cluster: NewCluster) -> None:
+    def go(strategy: Any, batches: list[torch.Tensor], saved: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        model, optimizer, scheduler = build(strategy)
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        step = training_step(model, optimizer, scheduler)
+        for batch in batches:
+            strategy.run(step, args=(batch,))
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    with sg.OneDeviceStrategy() as reference:
+        expected = go(reference, BATCHES[:2], go(reference, BATCHES[2:]))
+    with task(new_cluster(num_ps=2, num_workers=1)) as strategy:
+        first = go(strategy, BATCHES[2:])
+        with pytest.raises(StrategyError, match="train one model"):
+            go(strategy, BATCHES[:1])
+    with task(new_cluster(num_workers=1)) as strategy:
+        torch.testing.assert_close(go(strategy, BATCHES[:2], first), expected)
 
 
 def test_strategy_without_number_of_workers_needs_a_cluster(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:

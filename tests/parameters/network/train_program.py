@@ -1,4 +1,4 @@
-"""A program for `stratagem run --ps`: in one mode a worker and then a server are killed, in the other a worker dies."""
+"""A program for `stratagem run --ps`: a worker is killed, then a server and a worker at once; or one dies always."""
 
 import json
 import os
@@ -52,7 +52,8 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if MODE == "once" and strategy.is_chief and len(lives("worker-1")) == 2 and found is None:
                 save_checkpoint(FOLDER / "checkpoints", strategy.version, {"strategy": strategy.state_dict()})
-                os.kill(lives("ps-0")[0], signal.SIGKILL)
+                for victim in (lives("ps-0")[0], lives("worker-1")[1]):
+                    os.kill(victim, signal.SIGKILL)
             elif found is None:
                 time.sleep(0.1)
         print(f"{strategy.task} ends at {strategy.version >= LAST}", flush=True)

@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 
 from stratagem.cluster.launch.crew import Crew, Processes, Task
-from stratagem.cluster.launch.failures import Failure, first_cause
+from stratagem.cluster.launch.failures import Failure, as_shown, first_cause
 from stratagem.cluster.launch.interrupts import Interrupts
 from stratagem.cluster.launch.meeting import Meeting
 from stratagem.cluster.launch.plan import TRAINING, Plan
@@ -113,7 +113,7 @@ class TaskAgent(SimpleElasticAgent):
         self._replace_workers()
         if failure := self._failure():
             self._crew.stop(grace_s=self._patience.grace_s)
-            self._note(failure)
+            self._note(as_shown(failure, self._crew.shown()))
             return RunResult(state=WorkerState.FAILED)
         if self._is_done():
             self._crew.stop(grace_s=self._patience.grace_s)

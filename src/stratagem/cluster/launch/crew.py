@@ -85,6 +85,9 @@ class Processes(Protocol):
     def stop(self, number: signal.Signals = signal.SIGTERM, grace_s: float = 10.0) -> None:
         """Ends all tasks: asks them by a signal, waits, kills; at once if the user asks a second time."""
 
+    def shown(self) -> dict[str, str]:
+        """The last that each task wrote whose output was shown; after `stop`."""
+
 
 @final
 class Crew:
@@ -115,6 +118,7 @@ class Crew:
         self._running: dict[int, tuple[Task, subprocess.Popen[bytes]]] = {}
         self._asked: set[int] = set()
         self._output: Output | None = None
+        self._last_output: Output | None = None
         self.ended: list[Ended] = []
 
     def start(self, tasks: Sequence[Task], *, restart: int) -> list[int]:
@@ -178,7 +182,11 @@ class Crew:
         self._kill()
         if self._output:
             self._output.close()
-            self._output = None
+            self._output, self._last_output = None, self._output
+
+    def shown(self) -> dict[str, str]:
+        """The last that each task wrote whose output was shown; after `stop`."""
+        return self._last_output.shown() if self._last_output is not None else {}
 
     def _start(self, output: Output, task: Task, restart: int) -> int:
         out, err = output.open(task.name, task.number, restart=restart)

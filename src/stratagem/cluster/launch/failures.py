@@ -8,7 +8,7 @@ import dataclasses
 import json
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 # Often after a progress bar on the same line; those inside a group of exceptions are parts of it.
@@ -115,6 +115,19 @@ def explain(task: str, code: int, log_tail: str, *, at: float, killed_for_memory
 def first_cause(failures: Iterable[Failure]) -> Failure:
     """The failure that the others follow from: the earliest that is not itself a consequence."""
     return min(failures, key=lambda failure: (failure.is_consequence, failure.at))
+
+
+def as_shown(failure: Failure, shown: Mapping[str, str]) -> Failure:
+    """The same failure of a task whose output was on the screen, if one of them has failed alike.
+
+    Args:
+        failure: The first cause.
+        shown: The last that each task wrote whose output was shown.
+    """
+    for task, text in shown.items():
+        if not failure.shown and failure.traceback and failure.traceback in text:
+            return dataclasses.replace(failure, task=task, host="", shown=True)
+    return failure
 
 
 def _last_traceback(lines: list[str]) -> list[str]:

@@ -81,6 +81,7 @@ class Output:
         self._ended_at: dict[int, float] = {}
         self._incomplete: set[str] = set()
         self._begins: dict[str, int] = {}
+        self._shown: list[str] = []
         self._thread = threading.Thread(target=self._read_all, name="output of tasks", daemon=True)
 
     def open(self, task: str, number: int, *, restart: int) -> tuple[int, int]:
@@ -94,7 +95,10 @@ class Output:
             write = self._add(_Stream(task, log), terminal=None)
             return write, os.dup(write)  # as one, so that the log has both in their order
         prefix = self._screen.prefix(task, number)
-        return self._shown(task, log, self._screen.out, prefix), self._shown(task, log, self._screen.err, prefix)
+        self._shown.append(task)
+        return self._show_stream(task, log, self._screen.out, prefix), self._show_stream(
+            task, log, self._screen.err, prefix
+        )
 
     def start(self, pids: list[int]) -> None:
         """Begins to read, and to await the ends of these processes."""
@@ -117,7 +121,11 @@ class Output:
             time.sleep(_POLL_S)
         with log_file(self._folder, task).open("rb") as log:
             log.seek(max(self._begins[task], log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return log.read().decode(errors="replace").replace("\r\n", "\n")
+            return log.read(_TAIL_BYTES).decode(errors="replace").replace("\r\n", "\n")
+
+    def shown(self) -> dict[str, str]:
+        """The last that each task wrote whose output was shown; after `close`."""
+        return {task: self.tail(task, timeout_s=0.0) for task in dict.fromkeys(self._shown)}
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Reads what is left; not for long, since a task's own children may hold its output open."""
@@ -132,7 +140,7 @@ class Output:
         for log in self._logs:
             log.close()
 
-    def _shown(self, task: str, log: BinaryIO, screen: BinaryIO, prefix: bytes) -> int:
+    def _show_stream(self, task: str, log: BinaryIO, screen: BinaryIO, prefix: bytes) -> int:
         terminal = screen.fileno() if screen.isatty() and not prefix else None
         return self._add(_Stream(task, log, screen, prefix), terminal=terminal)
 

@@ -85,6 +85,7 @@ class RayCrew:
         self._asked: set[str] = set()
         self._lost: dict[str, str] = {}
         self._output: Output | None = None
+        self._last_output: Output | None = None
         self.ended: list[Ended] = []
 
     def new_tasks(self, restart: int) -> list[Task]:
@@ -174,7 +175,11 @@ class RayCrew:
         self._leave_places()
         if self._output:
             self._output.close()
-            self._output = None
+            self._output, self._last_output = None, self._output
+
+    def shown(self) -> dict[str, str]:
+        """The last that each task wrote whose output was shown; after `stop`."""
+        return self._last_output.shown() if self._last_output is not None else {}
 
     def _signal(self, jobs: Sequence[str], number: Signals) -> None:
         for name in self.running(*jobs):

@@ -32,6 +32,10 @@ def _count(value: Any) -> bool:
     return type(value) is int and 0 <= value < WHOLE
 
 
+def _seconds(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
 def _maybe(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
@@ -91,7 +95,7 @@ _FIELDS: Final[dict[Kind, dict[str, Check]]] = {
         "shards": _list_of(_list_of(_row_of(_count, _count, _count))),
         "shard": _count,
         "optimizers": _list_of(_OPTIMIZER),
-        "max_staleness": _maybe(_count),
+        "pacing": _row_of(_maybe(_count), _maybe(_count), _count, _seconds),
         "has_values": is_flag,
         "is_open": is_flag,
     },
@@ -100,14 +104,17 @@ _FIELDS: Final[dict[Kind, dict[str, Check]]] = {
         "number": _count,
         "version": _count,
         "optimizer": _count,
+        "weight": _count,
         "options": _maybe(_list_of(_options)),
         "gradients": _list_of(_row_of(is_text, _maybe(_count), is_text)),
         "assigned": _list_of(is_text),
         "then_pull": is_flag,
+        "is_shared": is_flag,
     },
     Kind.STATE: {"up_to": _counts_by_text},
     Kind.LOAD: {"version": _count, "saved": _SAVED},
     Kind.HOLD: {},
+    Kind.SHARE: {"pid": _count, "descriptor": _count, "num_bytes": _count, "proof": is_text},
     Kind.DONE: {
         "version": _count,
         "verdict": is_text,

@@ -4,6 +4,8 @@ Owns the thread that talks to the servers, how variables are put together from p
 when a server is gone. One connection to each server is `connection`'s.
 """
 
+import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +32,8 @@ from stratagem.parameters.network.bodies import Body
 from stratagem.parameters.network.compression import Compression, Encoder
 from stratagem.parameters.network.connection import Connection, EndedError, Pending, RetryError, Tensors
 from stratagem.parameters.network.frames import Kind
+from stratagem.parameters.network.nearby import SHARED, Nearby
+from stratagem.parameters.network.pacing import Pacing
 from stratagem.parameters.network.pieces import Parts
 from stratagem.parameters.network.serving import HEARTBEAT_S, NUM_MISSED
 from stratagem.parameters.network.states import StateOfAll
@@ -68,6 +72,7 @@ class ParameterClient:
         heartbeat_s: After how long each sign of life follows the last.
         num_missed: After how many missed signs of life a server is lost.
         compression: How gradients are made smaller on the wire; by default they are not.
+        shares_memory: Whether servers on this machine get and give tensors through memory.
     Raises:
         ClusterSpecError: There is no such task, or there are no parameter servers.
         TokenError: The token file cannot be trusted.
@@ -84,6 +89,7 @@ class ParameterClient:
         heartbeat_s: float = HEARTBEAT_S,
         num_missed: int = NUM_MISSED,
         compression: Compression | None = None,
+        shares_memory: bool = True,
     ) -> None:
         self.spec = ClusterSpec(cluster)
         self.task = self.spec.task(job_name, task_index)
@@ -99,6 +105,8 @@ class ParameterClient:
         self._talk = Talk(self.task.name, self._connections, heartbeat_s=heartbeat_s, explained=self._explained)
         self._plan: ShardPlan | None = None
         self._num_optimizers = 0
+        self._shares_memory = shares_memory
+        self._nearby: dict[int, Nearby] = {}
         self._versions = [0] * len(self._connections)
         self._numbers = [0] * len(self._connections)
 
@@ -135,7 +143,7 @@ class ParameterClient:
         values: Mapping[str, torch.Tensor] | None = None,
         *,
         state: StateOfAll | None = None,
-        max_staleness: int | None = None,
+        pacing: Pacing | None = None,
     ) -> None:
         """Tells the servers which variables there are; all tasks do, and only one of them has the first values.
 
@@ -146,7 +154,7 @@ class ParameterClient:
             optimizers: How pushes are applied.
             values: The first values, whole, from the chief; others wait for it.
             state: What the servers have in place of them, from a checkpoint.
-            max_staleness: A push that is staler is refused; `None` for any.
+            pacing: How far workers may be apart; by default as far as they are.
         Raises:
             ParameterError: Another task has other variables.
             ClusterTimeoutError: The chief has not defined them in time.
@@ -155,7 +163,7 @@ class ParameterClient:
         common = {
             **bodies.plan_to_body(plan),
             "optimizers": [bodies.optimizer_to_body(each) for each in optimizers],
-            "max_staleness": max_staleness,
+            "pacing": list(dataclasses.astuple(pacing or Pacing())),
             "has_values": values is not None,
             "is_open": state is None,
         }
@@ -180,6 +188,8 @@ class ParameterClient:
         self._plan, self._num_optimizers = plan, len(optimizers)
         if state is not None:
             self._load(state)
+        if self._shares_memory:
+            self._share(plan)
 
     def pull(self, into: Mapping[str, torch.Tensor], rows: Mapping[str, torch.Tensor] | None = None) -> Handle:
         """Fetches variables; what comes from one server is of one version.
@@ -210,6 +220,7 @@ class ParameterClient:
         gradients: Mapping[str, torch.Tensor],
         *,
         optimizer: int = 0,
+        weight: int = 1,
         options: Sequence[Mapping[str, Plain]] | None = None,
         assigned: Mapping[str, torch.Tensor] | None = None,
         into: Mapping[str, torch.Tensor] | None = None,
@@ -219,6 +230,7 @@ class ParameterClient:
         Args:
             gradients: By name, dense or sparse. They must stay as they are until this has been waited for.
             optimizer: Which of the defined optimizers applies them.
+            weight: How many examples they are of, where several pushes make one update.
             options: What its groups have now.
             assigned: New values of variables that are not trained.
             into: Where the new values of all variables that are not sparse go; by default they are not fetched.
@@ -240,18 +252,28 @@ class ParameterClient:
                 count, encoding, sent = self._encoder.encode(piece, pieces_of.part(piece, prepared[piece.name]))
                 described.append([piece.name, count, encoding])
                 tensors += sent
+            nearby = self._nearby.get(shard)
+            if nearby is not None and (own or not nearby.has_room_for(described)):
+                nearby = None
             names = [piece.name for piece in pieces if piece.name in own]
             tensors += [piece.of(own[piece.name]) for piece in pieces if piece.name in own]
             dense = [piece for piece in pieces if not piece.variable.sparse] if into is not None else []
+            if nearby is not None:
+                nearby.put(described, tensors)
+                for piece in dense:
+                    parts.take(piece, (into or {}).get(piece.name), nearby.values[piece.name])
+                tensors, dense = [], []
             rooms = [parts.room(piece, (into or {}).get(piece.name)) for piece in dense]
             body = {
                 "number": self._numbers[shard],
                 "version": self._versions[shard],
                 "optimizer": optimizer,
+                "weight": weight,
                 "options": None if options is None else list(map(bodies.options_to_body, options)),
                 "gradients": described,
                 "assigned": names,
                 "then_pull": into is not None,
+                "is_shared": nearby is not None,
             }
             pendings[shard] = Pending(Kind.PUSH, body, tensors, _always(rooms))
         return self._ask(pendings, parts.put)
@@ -265,14 +287,19 @@ class ParameterClient:
             ParameterError: A server refuses the request.
         """
         self._talk.wait(handle.pendings)
-        self._raise_first(handle.pendings.values())
-        handle.finish()
+        try:
+            self._raise_first(handle.pendings.values())
+            handle.finish()
+        finally:
+            for shard, pending in handle.pendings.items():
+                if pending.body.get("is_shared"):
+                    self._nearby[shard].is_used = False
         outcomes = []
         for shard, pending in handle.pendings.items():
             answer = pending.answer
             verdict = Verdict(answer["verdict"] or Verdict.APPLIED.value)
             outcomes.append(Outcome(verdict, answer["version"], answer["staleness"], answer["reason"]))
-            if verdict not in (Verdict.APPLIED, Verdict.DUPLICATE):
+            if verdict not in (Verdict.APPLIED, Verdict.DUPLICATE, Verdict.STALE):
                 self._numbers[shard] -= 1  # the server still waits for a push of this number
             if pending.kind == Kind.PULL or pending.body["then_pull"]:
                 self._versions[shard] = answer["version"]
@@ -324,6 +351,17 @@ class ParameterClient:
         """Gives the servers what `state` gave, of whichever number of servers; nobody has pushed yet."""
         parts = state.divided(self._defined(), self._num_optimizers)
         self._finish({shard: Pending(Kind.LOAD, body, tensors) for shard, (body, tensors) in enumerate(parts)})
+
+    def _share(self, plan: ShardPlan) -> None:
+        """Offers memory to all servers; those on this machine take it."""
+        for shard, pieces in enumerate(plan.shards):
+            with contextlib.ExitStack() as stack:
+                made = Nearby.made(pieces, stack)
+                if made is not None:
+                    offer = Pending(Kind.SHARE, made[1])
+                    self._finish({shard: offer})
+                    if offer.answer["verdict"] == SHARED:
+                        self._nearby[shard] = made[0]
 
     def _finish(self, pendings: Mapping[int, Pending]) -> None:
         self._talk.ask(pendings)

@@ -34,6 +34,7 @@ from stratagem.errors import (
 )
 from stratagem.parameters.network import bodies, frames, sealing, sockets, streams
 from stratagem.parameters.network.bodies import Body
+from stratagem.parameters.network.door import take_key
 from stratagem.parameters.network.frames import Bytes, Greeting, Kind
 from stratagem.parameters.network.sealing import Handshake, Opener, Sealer
 from stratagem.parameters.network.streams import Inflow
@@ -41,11 +42,9 @@ from stratagem.parameters.network.streams import Inflow
 _HANDSHAKE_S: Final = 5.0
 _RETRY_S: Final = 0.1
 _FRAMES_AT_ONCE: Final = 32
+_REFUSED: Final = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _ENDED: Final = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | _REFUSED
 )
 
 Tensors = Sequence[torch.Tensor]
@@ -129,20 +128,24 @@ class Connection:
         """
         self._await_listener(timeout_s)
         dealer = self._dealer = sockets.connecting(context)
+        take_key(dealer, self._token)
         self._monitor = dealer.get_monitor_socket(_ENDED)
         dealer.connect(f"tcp://{self.task.address}")
         own = sealing.new_nonce()
-        dealer.send(frames.greeting(Greeting.HELLO, own))
+        self._say(dealer, Greeting.HELLO, own)
         kind, other = self._greeting()
         handshake = Handshake(self._token, own, other)
         if kind == Greeting.CHALLENGE:
-            dealer.send(frames.greeting(Greeting.PROOF, handshake.proof))
+            self._say(dealer, Greeting.PROOF, handshake.proof)
             kind, proof = self._greeting()
             if kind == Greeting.WELCOME and compare_digest(proof, handshake.welcome):
                 up, down = handshake.keys()
                 self._sealer, self._opener = Sealer(up), Opener(down)
                 return
-        raise HandshakeError(
+        raise self._other_token()
+
+    def _other_token(self) -> HandshakeError:
+        return HandshakeError(
             f"{self.place} has another token than this task, which reads {str(self._token.path)!r}; copy one token "
             f"file to all machines"
         )
@@ -181,11 +184,17 @@ class Connection:
                     raise ClusterJoinError(missing_text([self.task], [], timeout_s, reason)) from None
             time.sleep(_RETRY_S)
 
+    def _say(self, dealer: "zmq.Socket[bytes]", kind: Greeting, content: bytes) -> None:
+        with contextlib.suppress(zmq.Again):  # the connection has ended already: nobody will answer
+            dealer.send(frames.greeting(kind, content), zmq.NOBLOCK)
+
     def _greeting(self) -> tuple[Greeting, bytes]:
         stranger = f"{self.place} is not a stratagem parameter server"
         if not self._poll(_HANDSHAKE_S):
             raise HandshakeError(f"{stranger}: it did not answer within {_HANDSHAKE_S:g} s")
         if self._dealer is None or not self._dealer.poll(0):
+            if self._monitor is not None and recv_monitor_message(self._monitor)["event"] == _REFUSED:
+                raise self._other_token()
             raise HandshakeError(f"{stranger}: it does not speak its protocol")
         try:
             return frames.parse_greeting(self._dealer.recv())

@@ -9,43 +9,23 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
 import torch
 
 from stratagem.errors import ParameterError, ProtocolError, StratagemError
-from stratagem.parameters.contract import OptimizerSpec, Piece, Push, Rows, ShardPlan, Verdict
+from stratagem.parameters.contract import OptimizerSpec, Outcome, Piece, Push, Rows, ShardPlan, Verdict
 from stratagem.parameters.network import bodies, compression
 from stratagem.parameters.network.bodies import Body
 from stratagem.parameters.network.frames import Kind
+from stratagem.parameters.network.pacing import Pace, Pacing
+from stratagem.parameters.network.requests import Request
 from stratagem.parameters.network.states import form_of, room, state_of, state_rooms
 from stratagem.parameters.shard import Shard
 
 HOLD_S: Final = 5.0
 """How long nothing is applied for the sake of a checkpoint, at most."""
-
-Tensors = Sequence[torch.Tensor]
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """Something that a client asks for.
-
-    Args:
-        worker: Who asks, by number.
-        kind: What is asked for.
-        body: The details.
-        tensors: What came with it, in the order of `expected`.
-        answer: Is called with what to send, in the thread of the desk.
-    """
-
-    worker: int
-    kind: Kind
-    body: Body
-    tensors: Tensors
-    answer: Callable[[Kind, Body, Tensors], None]
 
 
 @final
@@ -54,7 +34,7 @@ class _Definition:
     plan: ShardPlan
     number: int
     optimizers: tuple[OptimizerSpec, ...]
-    max_staleness: int | None
+    pacing: Pacing
 
 
 @final
@@ -71,13 +51,14 @@ class Desk:
         self._requests: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
         self._shard: Shard | None = None
         self._definition: _Definition | None = None
+        self._pace: Pace | None = None
         self._is_open = False
         self._lives: dict[int, int] = {}
         self._applied: dict[int, int] = {}
         self._held_until: float | None = None
         self._up_to: Mapping[int, int] | None = None
         self._deferred: list[Request] = []
-        self._saving: Request | None = None
+        self._saving: list[Request] = []
 
     def start(self) -> None:
         """Begins to work."""
@@ -92,9 +73,9 @@ class Desk:
         """Has something done."""
         self._requests.put(request)
 
-    def fence(self, worker: int) -> None:
-        """Refuses what a worker still sends, after what has come whole."""
-        self._requests.put(lambda: self._fence(worker))
+    def fence(self, worker: int, *, is_done: bool) -> None:
+        """Refuses what a worker still sends, after what has come whole; nobody waits for it any more."""
+        self._requests.put(lambda: self._fence(worker, is_done))
 
     # Sizes, in the thread of the sockets
 
@@ -111,7 +92,7 @@ class Desk:
             return [room(piece) for piece in plan.shards[self._number]] if body["has_values"] else []
         if kind == Kind.PULL:
             return [torch.empty(self._checked_count(name, count), dtype=torch.int64) for name, count in body["rows"]]
-        if kind == Kind.PUSH:
+        if kind == Kind.PUSH and not body["is_shared"]:
             rooms = []
             for name, count, encoding in body["gradients"]:
                 rooms += compression.rooms(self._piece(name), count, encoding)
@@ -125,6 +106,10 @@ class Desk:
         if shard is None:
             raise ProtocolError("no variables have been defined yet")
         return shard.pieces
+
+    def all_pieces(self) -> list[Piece]:
+        """What the shard has."""
+        return list(self._pieces().values())
 
     def _piece(self, name: str) -> Piece:
         try:
@@ -140,12 +125,13 @@ class Desk:
     # Work, in the thread of the desk
 
     def _work(self) -> None:
-        torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process takes a second; nobody waits for it yet
         while True:
             try:
-                request = self._requests.get(timeout=None if self._held_until is None else 0.05)
+                request = self._requests.get(timeout=self._patience_s())
             except queue.Empty:
                 self._look_at_hold()
+                if self._pace is not None:
+                    self._pace.look()
                 continue
             if request is None:
                 return
@@ -154,6 +140,11 @@ class Desk:
             else:
                 request()
             self._look_at_hold()
+
+    def _patience_s(self) -> float | None:
+        if self._held_until is not None:
+            return 0.05
+        return 0.5 if self._pace is not None and self._pace.is_anybody_waiting else None
 
     def _carry_out(self, request: Request) -> None:
         self._try(request, functools.partial(self._HANDLERS[request.kind], self))
@@ -164,8 +155,7 @@ class Desk:
         try:
             handler(request)
         except Exception as error:
-            why = str(error) if isinstance(error, StratagemError) else f"{type(error).__name__}: {error}"
-            request.answer(Kind.FAILED, {"why": bodies.shortened(why), "retry": False}, ())
+            _fail(request, error)
 
     def _attach(self, request: Request) -> None:
         if self._shard is not None:
@@ -174,10 +164,12 @@ class Desk:
         version = 0 if self._shard is None else self._shard.version
         request.answer(Kind.DONE, bodies.done(version=version), ())
 
-    def _fence(self, worker: int) -> None:
+    def _fence(self, worker: int, is_done: bool) -> None:
         if self._shard is not None:
             self._shard.fence(worker)
         self._lives.pop(worker, None)
+        if self._pace is not None:
+            self._pace.leave(worker, is_done=is_done)
 
     def _define(self, request: Request) -> None:
         body = request.body
@@ -185,7 +177,7 @@ class Desk:
             bodies.plan_from_body(body),
             body["shard"],
             tuple(map(bodies.optimizer_from_body, body["optimizers"])),
-            body["max_staleness"],
+            Pacing(*body["pacing"]),
         )
         if not body["has_values"] and not self._is_open:
             why = "the chief has not defined the variables yet"
@@ -194,10 +186,9 @@ class Desk:
         if self._definition is None or self._shard is None:
             pieces = wanted.plan.shards[self._number]
             values = {piece.name: each for piece, each in zip(pieces, request.tensors, strict=True)}
-            self._shard = Shard(
-                wanted.plan, self._number, wanted.optimizers, values, max_staleness=wanted.max_staleness
-            )
+            self._shard = Shard(wanted.plan, self._number, wanted.optimizers, values)
             self._definition, self._is_open = wanted, body["is_open"]
+            self._pace = Pace(wanted.pacing, self._shard, self._answer_push, _fail)
         elif difference := _difference(self._definition, wanted):
             raise ParameterError(
                 f"this task and the one that defined the variables have different models: {difference}; "
@@ -205,6 +196,8 @@ class Desk:
             )
         if request.worker not in self._lives:
             self._lives[request.worker] = self._shard.admit(request.worker)
+        if self._pace is not None:
+            self._pace.enter(request.worker)
         request.answer(Kind.DONE, bodies.done(version=self._shard.version), ())
 
     def _pull(self, request: Request) -> None:
@@ -218,30 +211,41 @@ class Desk:
         if self._held_until is not None and request.body["number"] > (self._up_to or {}).get(request.worker, 0):
             self._deferred.append(request)
             return
-        shard, body = self._whole_shard(), request.body
-        tensors = iter(request.tensors)
-        gradients = {
-            name: compression.decoded(self._piece(name), count, encoding, tensors)
-            for name, count, encoding in body["gradients"]
-        }
+        body, tensors = request.body, iter(request.tensors)
+        if request.nearby is None:
+            gradients = {
+                name: compression.decoded(self._piece(name), count, encoding, tensors)
+                for name, count, encoding in body["gradients"]
+            }
+        else:
+            gradients = {self._piece(name).name: request.nearby.gradients[name] for name, _, _ in body["gradients"]}
         options = None if body["options"] is None else tuple(map(bodies.options_from_body, body["options"]))
-        outcome = shard.push(
-            Push(
-                request.worker,
-                self._lives.get(request.worker, 0),
-                body["number"],
-                body["version"],
-                gradients,
-                body["optimizer"],
-                options,
-                dict(zip(body["assigned"], tensors, strict=True)),
-            )
+        push = Push(
+            request.worker,
+            self._lives.get(request.worker, 0),
+            body["number"],
+            body["version"],
+            gradients,
+            body["optimizer"],
+            options,
+            dict(zip(body["assigned"], tensors, strict=True)),
         )
-        if outcome.verdict in (Verdict.APPLIED, Verdict.DUPLICATE):
+        if self._pace is None:
+            raise ParameterError("no variables have been defined yet")
+        self._pace.push(request, push)
+
+    def _answer_push(self, request: Request, outcome: Outcome) -> None:
+        self._try(request, functools.partial(self._tell, outcome))
+
+    def _tell(self, outcome: Outcome, request: Request) -> None:
+        shard, body = self._whole_shard(), request.body
+        if outcome.verdict in (Verdict.APPLIED, Verdict.DUPLICATE, Verdict.STALE):
             self._applied[request.worker] = max(body["number"], self._applied.get(request.worker, 0))
-        values = shard.pull().values.values() if body["then_pull"] else ()
+        into = None if request.nearby is None else request.nearby.values
+        pulled = shard.pull(into=into).values.values() if body["then_pull"] else ()
+        values = pulled if into is None else ()  # they are where the worker will look
         said = bodies.done(
-            version=outcome.version,
+            version=shard.version,
             verdict=outcome.verdict.value,
             staleness=max(0, outcome.staleness),
             reason=bodies.shortened(outcome.reason),
@@ -259,7 +263,8 @@ class Desk:
             self._up_to = {int(worker): number for worker, number in request.body["up_to"].items()}
         except ValueError:
             raise ProtocolError("workers are numbers") from None
-        self._saving = request
+        self._saving.append(request)
+        self._held_until = self._held_until or time.monotonic() + HOLD_S
         deferred, self._deferred = self._deferred, []
         for each in deferred:
             self._carry_out(each)
@@ -270,11 +275,10 @@ class Desk:
             return
         late = time.monotonic() >= self._held_until
         wanted = self._up_to or {}
-        if self._saving is not None and (
-            late or all(self._applied.get(worker, 0) >= number for worker, number in wanted.items())
-        ):
-            saving, self._saving = self._saving, None
-            self._try(saving, self._answer_state)
+        if self._saving and (late or all(self._applied.get(worker, 0) >= number for worker, number in wanted.items())):
+            saving, self._saving = self._saving, []
+            for each in saving:
+                self._try(each, self._answer_state)
             late = True
         if late:
             self._held_until = self._up_to = None
@@ -304,6 +308,10 @@ class Desk:
         shard.load_state_dict(state_of(pieces, self._num_optimizers(), body["version"], body["saved"], request.tensors))
         self._lives = {worker: shard.admit(worker) for worker in self._lives}
         self._is_open = True
+        if self._definition is not None:
+            self._pace = Pace(self._definition.pacing, shard, self._answer_push, _fail)
+            for worker in self._lives:
+                self._pace.enter(worker)
         request.answer(Kind.DONE, bodies.done(version=shard.version), ())
 
     def _num_optimizers(self) -> int:
@@ -325,6 +333,11 @@ class Desk:
     }
 
 
+def _fail(request: Request, error: Exception) -> None:
+    why = str(error) if isinstance(error, StratagemError) else f"{type(error).__name__}: {error}"
+    request.answer(Kind.FAILED, {"why": bodies.shortened(why), "retry": False}, ())
+
+
 def _difference(one: _Definition, other: _Definition) -> str:
     """What differs first."""
     for place, (mine, theirs) in enumerate(zip(one.plan.variables, other.plan.variables, strict=False)):
@@ -336,8 +349,8 @@ def _difference(one: _Definition, other: _Definition) -> str:
         return "variables are spread over other parameter servers"
     if [each.kind for each in one.optimizers] != [each.kind for each in other.optimizers]:
         return f"optimizers {[each.kind for each in one.optimizers]} and {[each.kind for each in other.optimizers]}"
-    if one.max_staleness != other.max_staleness:
-        return f"max_staleness {one.max_staleness} and {other.max_staleness}"
+    if one.pacing != other.pacing:
+        return f"consistency as {one.pacing} and {other.pacing}"
     return ""
 
 

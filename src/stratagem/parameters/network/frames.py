@@ -15,7 +15,7 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC: Final = b"SGPS"
 VERSION: Final = 1
-CHUNK_BYTES: Final = 2**18
+CHUNK_BYTES: Final = 2**19
 """Of tensors: small enough that sealing, the network and opening overlap."""
 MOST_PAYLOAD_BYTES: Final = 2**20
 SEAL_BYTES: Final = 16
@@ -55,6 +55,8 @@ class Kind(enum.IntEnum):
     LEAVE = 12
     FENCED = 13
     """To a task that was declared lost: it no longer takes part."""
+    SHARE = 14
+    """Offers memory for tensors, to a server on the same machine."""
 
 
 class Greeting(enum.IntEnum):

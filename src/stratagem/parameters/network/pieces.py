@@ -27,6 +27,11 @@ class Parts:
         self._copies.append((place, room, None))
         return room
 
+    def take(self, piece: Piece, target: torch.Tensor | None, room: torch.Tensor) -> None:
+        """Notes that a piece will be found elsewhere."""
+        if target is not None:
+            self._copies.append((piece.of(target.detach()), room, None))
+
     def room_for_rows(self, piece: Piece, indices: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """A place of its own for some rows."""
         room = torch.empty((len(indices), *piece.shape[1:]), dtype=piece.variable.dtype)

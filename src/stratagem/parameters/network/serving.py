@@ -20,12 +20,15 @@ from stratagem.cluster.agreement import Introduction
 from stratagem.cluster.io_thread import log
 from stratagem.cluster.listening import listen
 from stratagem.cluster.members import Pulse, check_rhythm
-from stratagem.cluster.spec import CHIEF, MASTER, PS, TRAINING, ClusterLike, ClusterSpec
+from stratagem.cluster.spec import PS, TRAINING, ClusterLike, ClusterSpec
 from stratagem.errors import ClusterSpecError, ProtocolError, StratagemError
 from stratagem.parameters.network import bodies, frames, sealing, sockets
 from stratagem.parameters.network.bodies import Body
-from stratagem.parameters.network.desk import Desk, Request
+from stratagem.parameters.network.desk import Desk
+from stratagem.parameters.network.door import Door
 from stratagem.parameters.network.frames import Greeting, Kind
+from stratagem.parameters.network.nearby import SHARED, Nearby
+from stratagem.parameters.network.requests import Request, number_of
 from stratagem.parameters.network.sealing import Handshake
 from stratagem.parameters.network.session import Session
 
@@ -85,6 +88,7 @@ class ParameterServer:
         self._everywhere = allow_all_interfaces
         self._desk = Desk(self.spec.task_indices(PS).index(task_index))
         self._context = sockets.new_context()
+        self._door = Door(self._context, self._token)
         self._router: zmq.Socket[bytes] | None = None
         self._bell = sockets.Bell()
         self._strangers: OrderedDict[bytes, tuple[Handshake, float]] = OrderedDict()
@@ -106,7 +110,11 @@ class ParameterServer:
             AddressError: The address is not one of this machine.
         """
         if self._router is None:
-            self._router = sockets.serving(self._context, listen(self.task, self._address, everywhere=self._everywhere))
+            torch.optim.SGD(
+                [torch.zeros(1)]
+            )  # the first optimizer of a process takes a second; nobody waits for it yet
+            listeners = listen(self.task, self._address, everywhere=self._everywhere)
+            self._router = sockets.serving(self._context, listeners, self._door)
             self._desk.start()
         return self
 
@@ -121,12 +129,15 @@ class ParameterServer:
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
         poller.register(self._bell.descriptor, zmq.POLLIN)
+        poller.register(self._door.socket, zmq.POLLIN)
         heartbeat_s = self._rhythm[0]
         last = next_beat = time.monotonic()
         while not (self._told.is_set() or self._is_done()):
             waiting = any(session.has_frames for session in self._sessions.values())
             poller.poll(_STUCK_MS if waiting else int(250 * heartbeat_s))
             self._bell.hear()
+            for _ in range(self._door.answer()):
+                self._refuse(b"", ProtocolError("a stranger has another token"))
             self._receive(router)
             while self._answers:
                 session, kind, body, request, tensors = self._answers.popleft()
@@ -153,6 +164,7 @@ class ParameterServer:
         if router is not None:
             self._desk.stop()
             router.close(linger=0)
+        self._door.close()
         self._context.term()
         self._bell.close()
 
@@ -205,7 +217,8 @@ class ParameterServer:
         if whole is not None:
             kind, body, request, tensors = whole
             session.is_busy = True
-            self._desk.put(Request(_number_of(session.name), kind, body, tensors, _Answering(self, session, request)))
+            answer, nearby = _Answering(self, session, request), session.nearby if body.get("is_shared") else None
+            self._desk.put(Request(number_of(session.name), kind, body, tensors, answer, nearby))
 
     def _greet(self, router: "zmq.Socket[bytes]", identity: bytes, frame: memoryview) -> None:
         """The handshake, with somebody who may be anybody."""
@@ -230,9 +243,9 @@ class ParameterServer:
         if kind == Kind.BEAT:
             return
         if kind == Kind.LEAVE:
-            self._drop(session, "")
+            self._drop(session, "", is_done=body["is_done"])
             self._absent.discard(session.name)
-            if body["is_done"] and session.name == self._chief():
+            if body["is_done"] and session.name == chief_of(self.spec):
                 self._is_chief_done = True
             return
         if session.is_busy:
@@ -248,6 +261,13 @@ class ParameterServer:
             session.name, session.place = body["task"], f"pid {body['pid']} on {body['machine']}"
         elif not session.name:
             raise ProtocolError("a request came before an introduction")
+        if kind == Kind.SHARE:
+            session.nearby = Nearby.found(body, self._desk.all_pieces())
+            said = bodies.done(verdict=SHARED if session.nearby is not None else "")
+            self._answer(session, Kind.DONE, said, request, ())
+            return
+        if body.get("is_shared") and session.nearby is None:
+            raise ProtocolError("a push says that its gradients are in shared memory, and there is none")
         session.expect(kind, body, request, self._desk.expected(kind, body))
 
     def _why_not(self, other: Introduction) -> str:
@@ -319,14 +339,14 @@ class ParameterServer:
 
     # Who is out
 
-    def _drop(self, session: Session, why: str) -> None:
+    def _drop(self, session: Session, why: str, *, is_done: bool = False) -> None:
         """Ends a session; what it still sends is not taken."""
         if self._sessions.pop(session.identity, None) is None:
             return
         session.fence(why)
         self._alone_since = time.monotonic()
         if session.name:
-            self._desk.fence(_number_of(session.name))
+            self._desk.fence(number_of(session.name), is_done=is_done)
         if why:
             log.info("%s: %s (%s) is lost: %s", self.task.name, session.name or "a client", session.place, why)
             self._fenced[session.identity] = session
@@ -353,9 +373,6 @@ class ParameterServer:
             self._next_log = time.monotonic() + _LOG_S
             log.warning("%s refused a message (%d so far): %s", self.task.name, self.num_refused, error)
 
-    def _chief(self) -> str:
-        return chief_of(self.spec)
-
 
 @final
 class _Answering:
@@ -371,12 +388,6 @@ class _Answering:
 def chief_of(spec: ClusterSpec) -> str:
     """The task that makes the variables and saves them: the chief, or the first worker."""
     return next(task.name for task in spec.tasks if task.job in TRAINING)
-
-
-def _number_of(task: str) -> int:
-    """The number by which a shard knows a training task."""
-    job, _, index = task.rpartition("/")
-    return 0 if job in (CHIEF, MASTER) else int(index) + 1
 
 
 def _try_send(router: "zmq.Socket[bytes]", identity: bytes, frame: bytes | memoryview) -> None:

@@ -12,6 +12,7 @@ from stratagem.errors import ProtocolError
 from stratagem.parameters.network import bodies, streams
 from stratagem.parameters.network.bodies import Body
 from stratagem.parameters.network.frames import Bytes, Header, Kind
+from stratagem.parameters.network.nearby import Nearby
 from stratagem.parameters.network.sealing import Handshake, Opener, Sealer
 from stratagem.parameters.network.streams import Inflow
 
@@ -36,6 +37,7 @@ class Session:
         self.is_fenced = False
         self.is_busy = False
         self.why_fenced = ""
+        self.nearby: Nearby | None = None
         up, down = handshake.keys()
         self._opener, self._sealer = Opener(up), Sealer(down)
         self._asked: tuple[Kind, Body, int] | None = None
@@ -117,7 +119,7 @@ class Session:
 
     def fence(self, why: str) -> None:
         """Forgets all but the keys: whatever it says from now on, it hears that it is out."""
-        self.is_fenced, self.why_fenced = True, why
+        self.is_fenced, self.why_fenced, self.nearby = True, why, None
         self._outgoing.clear()
         self._asked = self._inflow = None
 

@@ -14,10 +14,11 @@ import zmq
 
 from stratagem.cluster.address import Address
 from stratagem.errors import ClusterError
+from stratagem.parameters.network.door import Door
 from stratagem.parameters.network.frames import MOST_FRAME_BYTES
 
 _FEWEST: Final = (4, 3, 5)  # older ones can be crashed by strangers
-_QUEUED_FRAMES: Final = 64  # of data: 16 MiB
+_QUEUED_FRAMES: Final = 32  # of data: 16 MiB
 _HANDSHAKE_MS: Final = 5000
 _PING_MS, _PONG_MS = 1000, 5000
 _BUFFER_BYTES: Final = 4 * 2**20
@@ -37,9 +38,12 @@ def new_context() -> "zmq.Context[zmq.Socket[bytes]]":
     return zmq.Context()
 
 
-def serving(context: "zmq.Context[zmq.Socket[bytes]]", listeners: Sequence[socket.socket]) -> "zmq.Socket[bytes]":
+def serving(
+    context: "zmq.Context[zmq.Socket[bytes]]", listeners: Sequence[socket.socket], door: Door
+) -> "zmq.Socket[bytes]":
     """A socket for many clients, on sockets of the system that listen already; they become its own."""
     router = _limited(context.socket(zmq.ROUTER))
+    door.guard(router)
     router.set(zmq.ROUTER_MANDATORY, 1)
     router.set(zmq.HEARTBEAT_IVL, _PING_MS)
     router.set(zmq.HEARTBEAT_TIMEOUT, _PONG_MS)

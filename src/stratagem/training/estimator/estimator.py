@@ -213,7 +213,7 @@ class Estimator:
         found = self._find_trained(checkpoint_path)
         with contextlib.ExitStack() as stack:
             stack.enter_context(random_state_kept())
-            strategy = self.config.eval_distribute or get_strategy()
+            strategy = self._evaluating()
             session = self._opener.open(ModeKeys.EVAL, input_fn, strategy, found, stack)
             del found  # the model has it
             self._require_end(session, steps)
@@ -262,7 +262,7 @@ class Estimator:
         singly: bool,
     ) -> Iterator[Any]:
         with contextlib.ExitStack() as stack:
-            strategy = self.config.eval_distribute or get_strategy()
+            strategy = self._evaluating()
             with random_state_kept():
                 session = self._opener.open(ModeKeys.PREDICT, input_fn, strategy, found, stack)
             del found
@@ -341,6 +341,11 @@ class Estimator:
                 f"{self.model_dir!r} has no checkpoint; the model is used as model_fn makes it", StratagemWarning
             )
         return found
+
+    def _evaluating(self) -> Strategy:
+        """Where to evaluate and predict: alone, if those who train are not in step with each other."""
+        given = self.config.eval_distribute
+        return given if given is not None and given.is_in_step else get_strategy()
 
     def _require_end(self, session: Session, steps: int | None) -> None:
         if steps is None and session.feed.spec.num_epochs is None:

@@ -22,6 +22,7 @@ from stratagem.training.estimator.checks import described
 from stratagem.training.estimator.models import Batch, Evaluation, Maker, Model
 from stratagem.training.estimator.run_config import RunConfig
 from stratagem.training.estimator.specs import ModeKeys
+from stratagem.training.keras_changes import kept_by
 
 
 @final
@@ -129,7 +130,7 @@ class KerasModel(Model):
     def state(self) -> dict[str, Any]:
         return {
             "module": self.weights(),
-            "optimizer": [variable.value.detach() for variable in self.optimizer.variables],
+            "optimizer": [variable.value.detach() for variable in kept_by(self.optimizer)],
             "optimizer_kind": type(self.optimizer).__name__,
         }
 
@@ -145,7 +146,7 @@ class KerasModel(Model):
             variable.assign(value)
 
     def _restore_optimizer(self, path: str, state: Mapping[str, Any]) -> None:
-        kind, variables = type(self.optimizer).__name__, self.optimizer.variables
+        kind, variables = type(self.optimizer).__name__, kept_by(self.optimizer)
         same = _shapes(state["optimizer"]) == _shapes(variable.value for variable in variables)
         if state["optimizer_kind"] != kind or not same:
             raise CheckpointMismatchError(

@@ -1,13 +1,20 @@
-"""Trains, and evaluates what has been trained in between."""
+"""Trains, and evaluates what has been trained in between; in a cluster, each task what is its part."""
 
+import os
 import time
-from typing import Any, final
+from typing import Any, Final, final
 
+from stratagem.cluster.resolver import found
+from stratagem.cluster.spec import EVALUATOR
 from stratagem.errors import EstimatorError
+from stratagem.training.checkpoints import load_latest
 from stratagem.training.estimator.checks import described
 from stratagem.training.estimator.estimator import Estimator
 from stratagem.training.estimator.hooks import CheckpointSaverListener, RunContext
 from stratagem.training.estimator.specs import EvalSpec, TrainSpec
+from stratagem.training.estimator.states import step_in
+
+_LOOK_S: Final = 0.5
 
 
 def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> dict[str, Any]:
@@ -17,7 +24,8 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     `EvalSpec(throttle_secs=...)`. Evaluating changes nothing in the training.
 
     Returns:
-        What the last evaluation gave.
+        What the last evaluation gave. In a cluster with an evaluator that task alone evaluates, and the others return
+        nothing, `{}`; so do workers of parameter servers, which never do so together.
     """
     if not isinstance(estimator, Estimator):
         raise EstimatorError(f"estimator is an Estimator, got {described(estimator)}")
@@ -25,9 +33,43 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
         raise EstimatorError(f"train_spec is a TrainSpec, got {described(train_spec)}")
     if not isinstance(eval_spec, EvalSpec):
         raise EstimatorError(f"eval_spec is an EvalSpec, got {described(eval_spec)}")
+    resolver = found().resolver
+    if resolver is not None and resolver.task_type == EVALUATOR:
+        return _evaluate_every(estimator, eval_spec, train_spec.max_steps)
+    strategy = estimator.config.train_distribute
+    elsewhere = resolver is not None and EVALUATOR in resolver.cluster_spec().jobs
+    if elsewhere or not (strategy is None or strategy.is_in_step):
+        estimator.train(train_spec.input_fn, train_spec.hooks, max_steps=train_spec.max_steps)
+        return {}
     evaluator = _Evaluator(estimator, eval_spec)
     estimator.train(train_spec.input_fn, train_spec.hooks, max_steps=train_spec.max_steps, saving_listeners=[evaluator])
     return evaluator.latest()
+
+
+def _evaluate_every(estimator: Estimator, spec: EvalSpec, max_steps: int | None) -> dict[str, Any]:
+    """Evaluates new checkpoints that other tasks write, until the last one of the training."""
+    before = load_latest(estimator.model_dir)
+    earlier = step_in(before) if before is not None and max_steps is not None else 0
+    evaluator, seen, step, is_last = _Evaluator(estimator, spec), None, None, False
+    del before
+    while True:
+        now = _changed_at(estimator.model_dir)
+        if now != seen and (checkpoint := load_latest(estimator.model_dir)) is not None:
+            seen, step = now, step_in(checkpoint)
+            is_last = checkpoint[1]["input"] is None and (step > earlier or step >= (max_steps or 0))
+            del checkpoint  # the evaluation loads its own
+        if step is not None:
+            evaluator.look(step)
+        if is_last:
+            return evaluator.latest()
+        time.sleep(_LOOK_S)
+
+
+def _changed_at(folder: str) -> int | None:
+    try:
+        return os.stat(folder).st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 @final
@@ -40,8 +82,12 @@ class _Evaluator(CheckpointSaverListener):
         self._up_to_date = False
 
     def after_save(self, run_context: RunContext, global_step: int) -> None:
-        self._up_to_date = False
-        if time.monotonic() - self._started_s >= self._spec.throttle_secs:
+        self.look(global_step)
+
+    def look(self, global_step: int) -> None:
+        """Evaluates the checkpoint of a step, unless that was done, or the last time is not long ago."""
+        self._up_to_date = self._metrics is not None and self._metrics["global_step"] == global_step
+        if not self._up_to_date and time.monotonic() - self._started_s >= self._spec.throttle_secs:
             self._evaluate()
 
     def latest(self) -> dict[str, Any]:

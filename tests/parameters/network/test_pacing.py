@@ -1,0 +1,161 @@
+"""Workers that keep pace with each other: who waits for whom, which gradients count, and who is not waited for."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.errors import ParameterError
+from stratagem.parameters.contract import OptimizerSpec, Variable, Verdict
+from stratagem.parameters.network.pacing import Pacing
+from stratagem.parameters.partitioning import make_plan
+from tests.parameters.network.cluster import PATIENCE_S, Cluster, Trainer, same
+from tests.parameters.network.test_strategy import build, task, training_step
+
+NewCluster = Callable[..., Cluster]
+FAST = {"heartbeat_s": 0.2, "num_missed": 15}
+
+
+@contextlib.contextmanager
+def beside() -> Iterator[Callable[..., "Future[Any]"]]:
+    """Calls something in a thread of its own."""
+    with ThreadPoolExecutor(4) as pool:
+        yield pool.submit
+
+
+def paced(cluster: Cluster, index: int, pacing: Pacing, **options: Any) -> Trainer:
+    trainer = Trainer(cluster.worker(index, **options), len(cluster.servers))
+    trainer.define(has_values=index == 0, pacing=pacing)
+    return trainer
+
+
+def test_worker_that_is_ahead_waits_for_the_slowest(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_ps=2)
+    fast, slow = (paced(cluster, index, Pacing(max_ahead=1)) for index in range(2))
+    with beside() as call:
+        assert {each.version for each in fast.step(1)} == {1}
+        second = call(fast.step, 2)
+        slow.pull()  # is answered, and so is whatever came before it
+        assert not second.done()
+        slow.step(3)
+        outcomes = second.result(PATIENCE_S)
+        assert {each.verdict for each in outcomes} == {Verdict.APPLIED}
+        assert {each.version for each in outcomes} == {3}  # what it goes on with is of now
+        third = call(fast.step, 4)
+        slow.pull()
+        assert not third.done()
+        slow.client.close(is_done=True)  # who has left is not waited for
+        assert {each.version for each in third.result(PATIENCE_S)} == {4}
+
+
+def test_wait_for_a_worker_that_does_nothing_ends_with_its_name(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    fast, _ = (paced(cluster, index, Pacing(max_ahead=0, stall_s=0.2)) for index in range(2))
+    with pytest.raises(ParameterError, match=r"waited 0\.2 s for worker/1, which has not pushed"):
+        fast.step(1)
+    fast.pull()  # the connection is as before
+
+
+def test_synchronous_step_is_one_update_of_all_and_ends_with_a_lost_worker(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_ps=2)
+    pacing = Pacing(num_gradients=2, num_workers=2)
+    one, other = (paced(cluster, index, pacing) for index in range(2))
+    with beside() as call:
+        pushes = [call(one.step, 1, weight=3), call(other.step, 2, weight=1)]
+        assert {each.version for push in pushes for each in push.result(PATIENCE_S)} == {1}
+        assert same(one.copies(), other.copies())
+        waiting = call(one.step, 3)
+        other.client.close()
+        with pytest.raises(ParameterError, match=r"worker/1 is lost, and each step needs the gradients of 2 workers"):
+            waiting.result(PATIENCE_S)
+
+
+def test_slowest_gradient_is_dropped_where_there_is_a_backup(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_workers=3)
+    trainers = [paced(cluster, index, Pacing(num_gradients=2, num_workers=3)) for index in range(3)]
+    late = trainers[2].gradients(7)
+    with beside() as call:
+        for push in [call(each.step, 1) for each in trainers[:2]]:
+            push.result(PATIENCE_S)
+        before = trainers[0].copies()
+        (outcome,) = trainers[2].client.wait(trainers[2].client.push(late, into=trainers[2].values()))
+        assert outcome.verdict is Verdict.STALE
+        assert same(trainers[2].copies(), before)  # it has the values of the step that it missed
+        trainers[0].client.close()  # and one may be lost
+        for push in [call(each.step, 2) for each in trainers[1:]]:
+            assert [each.verdict for each in push.result(PATIENCE_S)] == [Verdict.APPLIED]
+
+
+def test_rows_of_several_workers_are_one_update(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    table = torch.zeros(6, 2)
+    plan = make_plan([Variable("table", (6, 2), torch.float32, sparse=True)], 1)
+    spec = OptimizerSpec("SGD", ((("table",), {"lr": 1.0}),))
+    pacing = Pacing(num_gradients=2, num_workers=2)
+    clients = [cluster.worker(index) for index in range(2)]
+    for index, client in enumerate(clients):
+        client.define(plan, [spec], {"table": table} if index == 0 else None, pacing=pacing)
+    rows = [torch.sparse_coo_tensor([own], torch.ones(2, 2), (6, 2), check_invariants=True) for own in ([1, 4], [4, 5])]
+    with beside() as call:
+        handles = [client.push({"table": own}, weight=2) for client, own in zip(clients, rows, strict=True)]
+        for done in [call(client.wait, handle) for client, handle in zip(clients, handles, strict=True)]:
+            assert [each.version for each in done.result(PATIENCE_S)] == [1]
+    clients[0].wait(clients[0].pull({"table": table}))
+    assert table[:, 0].tolist() == [0, -0.5, 0, 0, -1, -0.5]
+
+
+def test_gradient_that_comes_after_its_step_is_dropped_and_counted(new_cluster: NewCluster) -> None:
+    cluster, batch = new_cluster(), torch.ones(2, 6)
+    with contextlib.ExitStack() as stack, beside() as call:
+        tasks = [task(cluster, index=index, consistency=sg.Synchronous(backup_workers=1)) for index in range(2)]
+        built = [build(stack.enter_context(each)) for each in tasks]
+        fast, own = (training_step(*each) for each in built)
+        for strategy in tasks:
+            strategy.run(lambda: None)  # takes the values of version 0
+
+        def slow(inputs: torch.Tensor) -> None:
+            call(tasks[0].run, fast, (batch,)).result(PATIENCE_S)
+            own(inputs)
+
+        tasks[1].run(slow, args=(batch,))
+        assert [each.num_dropped for each in tasks] == [0, 1]
+        assert [each.version for each in tasks] == [1, 1]
+        assert tasks[1].staleness() == {1: {1: 1}}
+        for one, other in zip(built[0][0].parameters(), built[1][0].parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_synchronous_workers_equal_one_device(new_cluster: NewCluster) -> None:
+    generator = torch.Generator().manual_seed(5)
+    data = [torch.randn(size, 6, generator=generator) for size in (8, 7, 2)]  # of the last one worker 2 has nothing
+
+    def train(strategy: Any) -> list[torch.Tensor]:
+        with made, strategy.scope():  # what is made in a scope is noted for the whole process
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+
+        def step(inputs: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+        for batch in strategy.distribute(data):
+            strategy.run(step, args=(batch,))
+        return [each.detach().clone() for each in model.parameters()]
+
+    made = threading.Lock()
+    expected = train(sg.OneDeviceStrategy())
+    cluster = new_cluster(num_ps=2, num_workers=3)
+    with contextlib.ExitStack() as stack, beside() as call:
+        tasks = [stack.enter_context(task(cluster, index=index, consistency=sg.Synchronous())) for index in range(3)]
+        for trained in [call(train, each) for each in tasks]:
+            for value, own in zip(trained.result(PATIENCE_S), expected, strict=True):
+                torch.testing.assert_close(value, own)
+        assert {each.version for each in tasks} == {len(data)}
