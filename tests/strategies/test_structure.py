@@ -20,10 +20,11 @@ class Net(nn.Module):
         super().__init__()
         self.a = nn.Linear(4, 4)
         self.b: nn.Module = nn.Linear(4, 1)
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = torch.abs
         self.register_buffer("mask", torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.b(self.a(x) * self.mask)
+        result: torch.Tensor = self.b(self.activation(self.a(x)) * self.mask)
         return result
 
 
@@ -59,6 +60,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "identity": set_to("a", nn.Identity),
     "parameter": set_to("b.weight", lambda: nn.Parameter(torch.full((1, 4), 3.0))),
     "no parameter": use_none,
+    "function": set_to("activation", lambda: torch.tanh),
+    "own function": set_to("activation", lambda: lambda x: 3 * x),
     "buffer": set_to("mask", lambda: torch.tensor([1.0, 0.0, 2.0, 0.0])),
     "new module": lambda model: model.b.add_module("unused", nn.Linear(2, 2)),
     "hook": lambda model: model.a.register_forward_hook(lambda module, given, output: output * 2),

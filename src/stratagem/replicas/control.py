@@ -1,6 +1,6 @@
 """Finds what the controller changed between two runs, besides the values of tensors (`memory`'s).
 
-In distributed objects: flags of modules (`training`, a dropout rate), the parts and hooks that they
+In distributed objects: flags of modules (`training`, a dropout rate, an activation), the parts and hooks that they
 hold, `requires_grad`, the groups of an optimizer, the state of schedulers and gradient scalers. Around
 a run: gradient mode, autocast and the like, which a replica must have as the main program has them.
 """
@@ -8,6 +8,7 @@ a run: gradient mode, autocast and the like, which a replica must have as the ma
 import contextlib
 import functools
 import os
+import types
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +17,12 @@ from torch.utils.hooks import RemovableHandle
 
 from stratagem.errors import StrategyError
 
-_PLAIN = frozenset({bool, int, float, str, type(None)})
+_PLAIN = frozenset(
+    {
+        *(bool, int, float, str, type(None), torch.dtype, torch.device),
+        *(types.FunctionType, types.BuiltinFunctionType),  # an activation
+    }
+)
 _SEQUENCES = frozenset({list, tuple})
 _HELD = ("_modules", "_parameters", "_buffers")
 _HOOKS = (
