@@ -63,6 +63,10 @@ class ReplicaError(StratagemError, RuntimeError):
     """Something went wrong in a replica."""
 
 
+class PreemptedExit(SystemExit):
+    """SIGTERM has ended a training, which is saved; with the exit code of a program that is to be started again."""
+
+
 class LostError(StratagemError):
     """A process that a strategy cannot do without is gone or does not get on; with a new one it could go on."""
 

@@ -1,6 +1,6 @@
 """Trains an Estimator on all workers of a cluster; one of them may die once, on the way.
 
-python estimator_program.py FOLDER [die]
+python estimator_program.py FOLDER [die | terminate]
 """
 
 import os
@@ -36,15 +36,16 @@ def batches() -> sg.estimator.Input:
 
 
 class Die(sg.estimator.SessionRunHook):
-    """Ends this process by force after a step, the first time."""
+    """Sends this process a signal after a step, the first time."""
 
-    def __init__(self, marker: Path) -> None:
+    def __init__(self, marker: Path, number: signal.Signals) -> None:
         self._marker = marker
+        self._number = number
 
     def after_run(self, context: Any, values: Any) -> None:
         if context.global_step == DEATH and not self._marker.exists():
             self._marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self._number)
 
 
 def main() -> None:
@@ -52,7 +53,8 @@ def main() -> None:
     strategy = sg.MultiWorkerMirroredStrategy()
     config = sg.estimator.RunConfig(train_distribute=strategy, save_checkpoints_steps=5, random_seed=1)
     estimator = sg.estimator.Estimator(model_fn, folder / "model", config)
-    hooks = [Die(folder / "died")] if "die" in sys.argv and not strategy.is_chief else []
+    number = {"die": signal.SIGKILL, "terminate": signal.SIGTERM}.get(sys.argv[-1])
+    hooks = [Die(folder / "died", number)] if number is not None and not strategy.is_chief else []
     estimator.train(batches, max_steps=NUM_STEPS, hooks=hooks)
     print(f"worker {strategy.input_pipeline[1]} of {strategy.input_pipeline[0]} is done")
 

@@ -12,10 +12,10 @@ from tests.faults import estimator_program
 ROOT = Path(__file__).parents[2]
 
 
-def train(folder: Path, *options: str, die: bool) -> str:
+def train(folder: Path, *options: str, end: str | None = None) -> str:
     folder.mkdir()
     command = [sys.executable, "-m", "stratagem", "run", "--workers", "2", *options]
-    program = [estimator_program.__file__, str(folder), *(["die"] if die else [])]
+    program = [estimator_program.__file__, str(folder), *([end] if end else [])]
     done = subprocess.run([*command, *program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stderr
@@ -27,10 +27,18 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_job_goes_on_from_the_last_checkpoint_to_the_very_same_weights(tmp_path: Path) -> None:
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    assert train(undisturbed, die=False) == ""
-    told = train(disturbed, "--max-restarts", "1", die=True)
+    assert train(undisturbed) == ""
+    told = train(disturbed, "--max-restarts", "1", end="die")
     assert (disturbed / "died").exists()
     assert "worker/1 was killed by SIGKILL; starting all tasks again (restart 1 of 1)" in told
     expected = weights(undisturbed)
     for name, value in weights(disturbed).items():
         assert torch.equal(value, expected[name]), name
+
+
+def test_a_worker_whose_machine_is_taken_away_lets_all_save_the_same_step(tmp_path: Path) -> None:  # F16
+    told = train(tmp_path / "job", "--max-restarts", "1", end="terminate")
+    assert (tmp_path / "job" / "died").exists()
+    assert "ended with code 75; starting all tasks again (restart 1 of 1)" in told
+    saved = {path.name for path in (tmp_path / "job" / "model").glob("model.ckpt-*")}
+    assert saved == {f"model.ckpt-{step}" for step in (5, estimator_program.DEATH, estimator_program.NUM_STEPS)}

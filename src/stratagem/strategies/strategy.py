@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from stratagem import _integrations, inputs
 from stratagem.devices.device import LogicalDevice
-from stratagem.errors import StrategyError
+from stratagem.errors import PreemptedExit, StrategyError
 from stratagem.replicas import values
 from stratagem.replicas.values import PerReplica
 from stratagem.strategies import context
@@ -224,7 +224,7 @@ class Strategy(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is not None:
+        if error is not None and not isinstance(error, PreemptedExit):  # which all have agreed on
             self.tell_others(error)
         self.close()
 

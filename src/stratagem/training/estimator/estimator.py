@@ -33,6 +33,7 @@ from stratagem.training.estimator.hooks import (
 )
 from stratagem.training.estimator.models import Maker
 from stratagem.training.estimator.opening import InputUsedUpError, Opener
+from stratagem.training.estimator.preemption import PreemptionHook
 from stratagem.training.estimator.restarts import Restarts
 from stratagem.training.estimator.run_config import FROM_CHECKPOINT, RunConfig, usable_folder
 from stratagem.training.estimator.session import Session, chosen, rows
@@ -112,6 +113,8 @@ class Estimator:
             saving_listeners: Who is told of checkpoints.
         Returns:
             The Estimator.
+        Raises:
+            PreemptedExit: SIGTERM came; the last step is saved, and the program is to end and to be started again.
         """
         require_input_fn(input_fn)
         require_hooks("hooks", hooks)
@@ -184,9 +187,12 @@ class Estimator:
                 ours.append(SummarySaverHook(writer, self.config.save_summary_steps))
             if last_step is not None:
                 ours.append(StopAtStepHook(last_step=last_step))
+            preemption = stack.enter_context(PreemptionHook())
+            ours.append(preemption)
             _add_saver(ours, self.config, listeners)
             for _ in _begun(session, ours, begun):
                 pass
+            preemption.exit_if_asked()
 
     def evaluate(
         self,

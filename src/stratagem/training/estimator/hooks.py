@@ -27,6 +27,7 @@ class RunContext(ABC):
     optimizer: Any
     global_step: int
     stop_requested: bool = False
+    is_preempted: bool = False
 
     def request_stop(self) -> None:
         """Ends the session after this step."""
@@ -243,12 +244,13 @@ class CheckpointSaverHook(SessionRunHook):
         else:
             due = run_context.agree(time.monotonic() - started_s >= (self._save_secs or 0))
         if due:
-            self._save(run_context, finished=run_context.stop_requested)
+            self._save(run_context, finished=run_context.stop_requested and not run_context.is_preempted)
 
     def end(self, run_context: RunContext) -> None:
         # A checkpoint that was written after the last batch of an input does not know that it was the last.
-        if self._saved != (run_context.global_step, True):
-            self._save(run_context, finished=True)
+        finished = not run_context.is_preempted
+        if self._saved != (run_context.global_step, finished):
+            self._save(run_context, finished=finished)
 
     def _save(self, run_context: RunContext, *, finished: bool) -> None:
         step = run_context.global_step
