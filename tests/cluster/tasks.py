@@ -79,6 +79,13 @@ class TaskProcess:
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+        deadline = time.monotonic() + PATIENCE_S
+        while number == signal.SIGSTOP and not self._is_stopped():  # which takes a moment
+            assert time.monotonic() < deadline, f"process {self.pid} does not stop"
+            time.sleep(0.002)
+
+    def _is_stopped(self) -> bool:
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     def kill(self) -> None:
         self.process.kill()

@@ -146,6 +146,7 @@ def test_start_all_reduce_names_both_sides_of_a_mismatch_and_does_no_harm(replic
 def test_loss_of_a_replica_is_an_error_that_says_so(replicas: Replicas, path: str) -> None:
     def leave(rank: int, size: int, path: str) -> list[str]:
         collective = connected(rank, size, path)
+        collective.barrier()  # both are connected before one of them leaves
         said = []
         if rank == 0:
             handle = collective.start_all_reduce(torch.ones(3))

@@ -17,12 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from stratagem.errors import StrategyError
 
-_PLAIN = frozenset(
-    {
-        *(bool, int, float, str, type(None), torch.dtype, torch.device),
-        *(types.FunctionType, types.BuiltinFunctionType),  # an activation
-    }
-)
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
+_FUNCTIONS = frozenset({types.FunctionType, types.BuiltinFunctionType})
 _SEQUENCES = frozenset({list, tuple})
 _HELD = ("_modules", "_parameters", "_buffers")
 _HOOKS = (
@@ -109,9 +105,19 @@ def _plain_members(members: dict[str, Any]) -> dict[str, Any]:
         kind = type(value)
         if kind in _PLAIN:
             plain[key] = value
+        elif kind in _FUNCTIONS:
+            if _holds_nothing(value):
+                plain[key] = value
         elif kind in _SEQUENCES and all(type(each) in _PLAIN for each in value):
             plain[key] = _own(value)
     return plain
+
+
+def _holds_nothing(function: Any) -> bool:
+    """Whether a function, such as an activation, can be remembered without keeping anything else alive."""
+    if type(function) is types.FunctionType:
+        return not function.__closure__ and not function.__dict__ and not function.__defaults__
+    return isinstance(function.__self__, types.ModuleType | type | None)
 
 
 def _named_parts(parts: dict[str, Any], names: dict[int, int]) -> dict[str, int | None]:
