@@ -259,16 +259,22 @@ def wait_until(holds: Callable[[], bool]) -> None:
 def interrupted_when(ready: Callable[[], bool], then: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Ctrl-C comes in the block as soon as something holds, and then something is done."""
 
+    is_over = threading.Event()
+
     def watch() -> None:
-        wait_until(ready)
-        os.kill(os.getpid(), signal.SIGINT)
-        then()
+        wait_until(lambda: is_over.is_set() or ready())
+        if not is_over.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
+            then()
 
     thread = threading.Thread(target=watch)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        yield
-    thread.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012  # it may come before the block has begun
+            thread.start()
+            yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def processor_s(task: TaskProcess) -> float:
@@ -309,9 +315,13 @@ def test_ctrl_c_in_the_middle_of_a_call_leaves_the_connection_whole(
     with sg.Session(targets[0], graph) as session:
         assert session.run(one).item() == 2.0
         calls = session._fleet._connections["worker/1"]._calls  # type: ignore[attr-defined]
-        wait_until(lambda: not calls)
+        has_begun = threading.Event()
         tasks[1].signal(signal.SIGSTOP)
-        with interrupted_when(lambda: bool(calls), lambda: tasks[1].signal(signal.SIGCONT)):
+        earlier = set(calls)  # such as that the last run is over
+        with interrupted_when(
+            lambda: has_begun.is_set() and bool(set(calls) - earlier), lambda: tasks[1].signal(signal.SIGCONT)
+        ):
+            has_begun.set()
             session.run(w)
         assert session.run(w).tolist() == [1.0, 1.0]
 

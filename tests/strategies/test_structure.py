@@ -61,6 +61,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "parameter": set_to("b.weight", lambda: nn.Parameter(torch.full((1, 4), 3.0))),
     "no parameter": use_none,
     "function": set_to("activation", lambda: torch.tanh),
+    "function with defaults": set_to("activation", lambda: nn.functional.silu),
     "own function": set_to("activation", lambda: lambda x: 3 * x),
     "buffer": set_to("mask", lambda: torch.tensor([1.0, 0.0, 2.0, 0.0])),
     "new module": lambda model: model.b.add_module("unused", nn.Linear(2, 2)),
@@ -151,6 +152,16 @@ def test_hooks_of_the_function_are_not_replaced_by_those_of_the_program(strategy
     assert strategy.run(call).values == (11, 11)
     later.remove()
     assert strategy.run(call).values == (1, 1)
+
+
+def test_function_that_becomes_one_that_cannot_be_sent_is_refused(strategy: sg.MirroredStrategy) -> None:
+    with strategy.scope():
+        model = Net()
+    outputs(strategy, model)
+    factor = 3.0
+    model.activation = lambda x: factor * x
+    with pytest.raises(StrategyError, match="the function 'activation' of a distributed Net was deleted, or replaced"):
+        outputs(strategy, model)
 
 
 def test_module_whose_class_changes_is_refused(strategy: sg.MirroredStrategy) -> None:

@@ -85,7 +85,9 @@ def _values(obj: Any, names: dict[int, int]) -> Any:
         members = obj.__dict__
         held = tuple([_named_parts(members[kind], names) for kind in _HELD])
         hooks = {kind: dict(found) for kind in _HOOKS if (found := members[kind])}
-        return _OfModule(type(obj).__qualname__, _plain_members(members), held, hooks)
+        # What layers of Keras hold besides, `training.keras_changes` knows better.
+        plain = _plain_members(members, functions=not hasattr(obj, "_flatten_layers"))
+        return _OfModule(type(obj).__qualname__, plain, held, hooks)
     if isinstance(obj, torch.optim.Optimizer):
         return [
             (
@@ -99,14 +101,14 @@ def _values(obj: Any, names: dict[int, int]) -> Any:
     return _plain_members(obj.__dict__) if hasattr(obj, "__dict__") else None
 
 
-def _plain_members(members: dict[str, Any]) -> dict[str, Any]:
+def _plain_members(members: dict[str, Any], *, functions: bool = False) -> dict[str, Any]:
     plain = {}
     for key, value in members.items():
         kind = type(value)
         if kind in _PLAIN:
             plain[key] = value
         elif kind in _FUNCTIONS:
-            if _holds_nothing(value):
+            if functions and _holds_nothing(value):
                 plain[key] = value
         elif kind in _SEQUENCES and all(type(each) in _PLAIN for each in value):
             plain[key] = _own(value)
@@ -116,7 +118,8 @@ def _plain_members(members: dict[str, Any]) -> dict[str, Any]:
 def _holds_nothing(function: Any) -> bool:
     """Whether a function, such as an activation, can be remembered without keeping anything else alive."""
     if type(function) is types.FunctionType:
-        return not function.__closure__ and not function.__dict__ and not function.__defaults__
+        is_plain = all(type(each) in _PLAIN for each in function.__defaults__ or ())
+        return is_plain and not function.__closure__ and not function.__dict__
     return isinstance(function.__self__, types.ModuleType | type | None)
 
 
@@ -133,6 +136,13 @@ def _changed(before: _OfModule | None, now: _OfModule) -> _OfModule:
             f"a distributed {before.kind} has become a {now.kind}, which the replicas cannot be sent: a module "
             f"keeps its class after the first run. Undo it (as remove_parametrizations does), or make a new module"
         )
+    for key, value in (before.plain or {}).items():
+        if type(value) in _FUNCTIONS and key not in (now.plain or {}):
+            raise StrategyError(
+                f"the function {key!r} of a distributed {now.kind} was deleted, or replaced by one that holds other "
+                f"objects (a closure, a partial, a method), which the replicas cannot be sent; use a plain function, "
+                f"or make a new module"
+            )
     return _OfModule._make(new if new != old else None for old, new in zip(before, now, strict=True))
 
 

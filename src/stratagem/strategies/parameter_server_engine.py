@@ -233,7 +233,7 @@ class ParameterWorkers:
             self.crew.wait(lambda: self.crew.has_room)
             self.enter(step)
         self.raise_failures()
-        code = getattr(function, "__code__", None)
+        code = None if hasattr(function, "__wrapped__") else getattr(function, "__code__", None)  # a decorator's own
 
         def result() -> Any:
             made = joined([self.wait_for(step)], counts)
@@ -293,8 +293,9 @@ class ParameterWorkers:
 
     def wait_for(self, step: Step) -> Any:
         """The result of a step; its error, if it has failed."""
-        with self.attending():
-            self.crew.wait(lambda: step.is_done)
+        if not step.is_done:  # else it can be read after the end as well
+            with self.attending():
+                self.crew.wait(lambda: step.is_done)
         if step.has_failed:
             self._raise(step)
         return self.result_of(step)
@@ -309,8 +310,7 @@ class ParameterWorkers:
                 self.crew.queue.extend(waiting)
 
     def result_of(self, step: Step) -> Any:
-        answer = cast(Answer, step.answer)
-        return answer.result
+        return cast(Answer, step.answer).result
 
     @contextlib.contextmanager
     def attending(self) -> Any:

@@ -224,7 +224,7 @@ class Strategy(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is not None and not isinstance(error, PreemptedExit):  # which all have agreed on
+        if error is not None and not (isinstance(error, PreemptedExit) and self.is_in_step):  # all have agreed on that
             self.tell_others(error)
         self.close()
 

@@ -18,7 +18,7 @@ from stratagem.strategies.context import ReplicaContext
 
 def own_metrics(model: Any) -> list[Any]:
     """Those of a model's metrics that Keras does not update in a way of its own."""
-    flat = [each for metric in model.metrics for each in getattr(metric, "metrics", (metric,))]
+    flat = {id(each): each for metric in model.metrics for each in getattr(metric, "metrics", (metric,))}.values()
     return [metric for metric in flat if not type(metric).update_state.__module__.startswith("keras.")]
 
 

@@ -260,7 +260,7 @@ class CheckpointSaverHook(SessionRunHook):
         try:
             path = run_context.save(finished=finished)
         except CheckpointWriteError as error:
-            if finished or self._on_error == "raise":
+            if finished or run_context.is_preempted or self._on_error == "raise":
                 raise
             warn_caller(f"{error}. Training goes on without this checkpoint", StratagemWarning)
         else:
