@@ -61,6 +61,8 @@ def described(optimizer: Any, names: Mapping[int, str]) -> OptimizerSpec:
             f"parameter servers apply Keras' {', '.join(_OPTIONS)}, got {kind}; compile the model with one of them, or "
             f"use MultiWorkerMirroredStrategy"
         )
+    if any(variable.constraint is not None for variable in optimizer._trainable_variables):
+        raise StrategyError("parameter servers do not apply constraints of Keras' variables; leave them out")
     decay = optimizer.weight_decay
     wrong = next((name for name in _NOT_APPLIED if getattr(optimizer, name)), "")
     wrong = wrong or ("weight_decay" if decay and kind != "AdamW" else "")

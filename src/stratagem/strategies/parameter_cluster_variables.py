@@ -225,7 +225,8 @@ class ClusterVariables:
         news = options if options != self._options[number] else None
         pushed = self._client.push(gradients, optimizer=number, weight=weight, options=news, into=self._dense)
         outcomes = self._client.wait(pushed)
-        self._options[number] = options
+        if all(each.is_applied for each in outcomes):  # else some servers still have the old ones
+            self._options[number] = options
         torch.autograd.graph.increment_version(list(self._dense.values()))
         self._judge(outcomes)
 

@@ -50,7 +50,8 @@ def test_second_push_that_nobody_waited_for_and_a_compressed_one_travel(new_clus
     cluster, reference = new_cluster(num_workers=1), new_cluster(num_workers=1).trainer()
     trainer = cluster.trainer(shares_memory=True, **quiet)
     for each in (trainer, reference):
-        handles = [each.client.push(each.gradients(seed), into=each.values()) for seed in (1, 2)]
+        both = [each.gradients(seed) for seed in (1, 2)]  # before answers change the values
+        handles = [each.client.push(gradients, into=each.values()) for gradients in both]
         for handle in handles:
             each.client.wait(handle)
         each.pull()

@@ -301,7 +301,8 @@ class ParameterClient:
             outcomes.append(Outcome(verdict, answer["version"], answer["staleness"], answer["reason"]))
             if verdict not in (Verdict.APPLIED, Verdict.DUPLICATE, Verdict.STALE):
                 self._numbers[shard] -= 1  # the server still waits for a push of this number
-            if pending.kind == Kind.PULL or pending.body["then_pull"]:
+            # Some rows do not make the rest newer.
+            if not pending.body["rows"] if pending.kind == Kind.PULL else pending.body["then_pull"]:
                 self._versions[shard] = answer["version"]
         return outcomes
 

@@ -168,6 +168,7 @@ class Desk:
         if self._shard is not None:
             self._shard.fence(worker)
         self._lives.pop(worker, None)
+        self._deferred = [each for each in self._deferred if each.worker != worker]
         if self._pace is not None:
             self._pace.leave(worker, is_done=is_done)
 
@@ -232,15 +233,16 @@ class Desk:
         )
         if self._pace is None:
             raise ParameterError("no variables have been defined yet")
-        self._pace.push(request, push)
+        outcome = self._pace.push(request, push)
+        if outcome is not None:
+            self._note(request, outcome)  # its answer may have to wait, a checkpoint has it already
 
     def _answer_push(self, request: Request, outcome: Outcome) -> None:
         self._try(request, functools.partial(self._tell, outcome))
 
     def _tell(self, outcome: Outcome, request: Request) -> None:
         shard, body = self._whole_shard(), request.body
-        if outcome.verdict in (Verdict.APPLIED, Verdict.DUPLICATE, Verdict.STALE):
-            self._applied[request.worker] = max(body["number"], self._applied.get(request.worker, 0))
+        self._note(request, outcome)
         into = None if request.nearby is None else request.nearby.values
         pulled = shard.pull(into=into).values.values() if body["then_pull"] else ()
         values = pulled if into is None else ()  # they are where the worker will look
@@ -251,6 +253,10 @@ class Desk:
             reason=bodies.shortened(outcome.reason),
         )
         request.answer(Kind.DONE, said, [each for each in values if isinstance(each, torch.Tensor)])
+
+    def _note(self, request: Request, outcome: Outcome) -> None:
+        if outcome.verdict in (Verdict.APPLIED, Verdict.DUPLICATE, Verdict.STALE):
+            self._applied[request.worker] = max(request.body["number"], self._applied.get(request.worker, 0))
 
     def _hold(self, request: Request) -> None:
         self._held_until = time.monotonic() + HOLD_S

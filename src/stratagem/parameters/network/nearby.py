@@ -27,6 +27,7 @@ SHARED: Final = "shared"
 
 _NAME: Final = "stratagem-parameters"
 _PROOF_BYTES: Final = 32
+_HEADER_BYTES: Final = 4096  # whatever the size of a page is
 _ALIGN_BYTES: Final = 64
 # Who has mapped it must not be killed for touching what is no longer there.
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -46,7 +47,7 @@ class Nearby:
         self.gradients: dict[str, torch.Tensor] = {}
         self.values: dict[str, torch.Tensor] = {}
         self.is_used = False
-        offset = mmap.PAGESIZE
+        offset = _HEADER_BYTES
         for views in (self.gradients, self.values):
             for piece in _dense(pieces):
                 views[piece.name] = _view(mapping, piece, offset)
@@ -135,7 +136,7 @@ def _aligned(num_bytes: int) -> int:
 
 def _num_bytes(pieces: Sequence[Piece]) -> int:
     sizes = (torch.Size(piece.shape).numel() * piece.variable.dtype.itemsize for piece in _dense(pieces))
-    return mmap.PAGESIZE + 2 * sum(map(_aligned, sizes))
+    return _HEADER_BYTES + 2 * sum(map(_aligned, sizes))
 
 
 def _view(mapping: mmap.mmap, piece: Piece, offset: int) -> torch.Tensor:

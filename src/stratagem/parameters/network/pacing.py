@@ -100,8 +100,13 @@ class Pace:
         (self._left if is_done else self._lost).add(worker)
         self.look()
 
-    def push(self, request: Request, push: Push) -> None:
-        """Takes an update; its answer comes when its worker may go on."""
+    def push(self, request: Request, push: Push) -> Outcome | None:
+        """Takes an update; its answer comes when its worker may go on.
+
+        Returns:
+            What came of it, if that is known already.
+        """
+        outcome = None
         if self._pacing.num_gradients is None:
             outcome = self._shard.push(push)
             if outcome.is_applied and push.worker in self._clocks:
@@ -109,15 +114,16 @@ class Pace:
             self._waiting[push.worker] = _Waiting(request, push, outcome, time.monotonic())
         elif not push.incarnation:
             self._answer(request, Outcome(Verdict.FENCED, self._shard.version, reason="it was declared lost"))
-            return
+            return None
         elif push.version != self._shard.version:
             late = self._shard.version - push.version
             reason = f"step {push.version} was complete without it"
             self._answer(request, Outcome(Verdict.STALE, self._shard.version, max(0, late), reason))
-            return
+            return None
         else:
             self._waiting[push.worker] = _Waiting(request, push, None, time.monotonic())
         self.look()
+        return outcome
 
     def look(self) -> None:
         """Has answered who may go on, and who has waited too long."""
@@ -179,7 +185,12 @@ class Pace:
             for name in names
         }
         return dataclasses.replace(
-            pushes[0], worker=_ROUNDS, incarnation=self._life, number=self._num_rounds + 1, gradients=gradients
+            pushes[0],
+            worker=_ROUNDS,
+            incarnation=self._life,
+            number=self._num_rounds + 1,
+            gradients=gradients,
+            options=next((push.options for push in pushes if push.options is not None), None),
         )
 
     # Waits that end badly
