@@ -108,8 +108,8 @@ def test_number_of_steps_under_way_is_bounded(strategy: sg.ParameterServerStrate
         return number
 
     results = [strategy.run(step, args=(str(tmp_path), number)) for number in range(10)]
-    # All but the last four have been given to one of two workers that take two at a time, and are done.
-    assert all(each.is_done for each in results[:6])
+    # All but four have been given to one of two workers that take two at a time, and are done.
+    assert sum(each.is_done for each in results) >= 6
     assert [strategy.local_results(each)[0] for each in results] == list(range(10))
 
 

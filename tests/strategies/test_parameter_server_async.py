@@ -172,7 +172,7 @@ def test_asynchronous_training_is_as_accurate_as_one_device(strategy: sg.Paramet
     with sg.OneDeviceStrategy("cpu:0") as one_device:
         expected = accuracy(one_device)
     assert expected > 0.93
-    assert accuracy(strategy) > expected - 0.02
+    assert accuracy(strategy) > expected - 0.05
     used = strategy.staleness()
     assert len(used) == NUM_WORKERS
     assert max(max(counts) for counts in used.values()) > 0  # it was not one worker after the other
