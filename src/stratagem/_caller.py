@@ -1,6 +1,6 @@
 """Finds the line of the user's program that led here.
 
-Owns the walk up the stack past stratagem's own frames; errors and warnings name that line.
+Owns the walk up the stack past the frames of stratagem and torch; errors, warnings and logs name that line.
 """
 
 import contextlib
@@ -8,29 +8,41 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from types import FrameType
+from typing import Final
+
+import torch
 
 # contextlib stands between a `with` line and the generator that serves it.
-_OURS = (str(Path(__file__).parent) + os.sep, contextlib.__file__)
+LIBRARIES: Final = (
+    f"{Path(__file__).parent}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",
+    contextlib.__file__,
+)
+
+
+def users_line() -> tuple[str, int]:
+    """File and number of the nearest line that is neither stratagem's nor torch's; the outermost if all are."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def calling_line() -> str:
-    """The nearest caller outside stratagem, as `train.py:12`."""
-    frame = _calling_frame()
-    return f"{_shortened(frame.f_code.co_filename)}:{frame.f_lineno}"
+    """The same as `src/train.py:12`, seen from the current folder."""
+    file, line = users_line()
+    return f"{_shortened(file)}:{line}"
+
+
+def short_line() -> str:
+    """The same as `train.py:12`, as graphs have it."""
+    file, line = users_line()
+    return f"{Path(file).name}:{line}"
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:
-    """Warns at the nearest caller outside stratagem."""
-    frame = _calling_frame()
-    warnings.warn_explicit(message, category, frame.f_code.co_filename, frame.f_lineno)
-
-
-def _calling_frame() -> FrameType:
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    return frame
+    """Warns at that line."""
+    warnings.warn_explicit(message, category, *users_line())
 
 
 def _shortened(filename: str) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 
 from tests.cluster import nursery
 
-ROOT = Path(__file__).parents[2]
 PATIENCE_S = 40.0
 
 
@@ -28,7 +27,7 @@ class TaskProcess:
             self.process = nursery.current.start(program)
         else:
             command = [*prefix, sys.executable, "-m", program]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=nursery.ROOT)
         self._unread = b""
 
     @property

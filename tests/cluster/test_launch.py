@@ -433,6 +433,25 @@ def test_program_decides_its_code_when_it_is_asked_to_stop(launch: Launch, meanw
     assert launch(program, num_workers=2).code == 42
 
 
+def test_children_of_a_task_serve_it_until_it_has_ended(launch: Launch, meanwhile: Callable[..., None]) -> None:
+    program = """
+ours, theirs = os.pipe(), os.pipe()
+if not os.fork():
+    os.read(theirs[0], 1)
+    os.write(ours[1], b"data")
+    signal.pause()
+signal.signal(signal.SIGTERM, lambda *_: None)
+note("here")
+signal.pause()
+os.write(theirs[1], b".")
+os.close(ours[1])
+note("got", os.read(ours[0], 4).decode())
+"""
+    meanwhile(lambda: os.kill(os.getpid(), signal.SIGTERM), "worker-0.here")
+    assert launch(program, num_workers=1).code == 0
+    assert launch.note("worker-0.got") == "data"
+
+
 def test_second_signal_does_not_wait(launch: Launch, meanwhile: Callable[..., None]) -> None:
     program = """
 signal.signal(signal.SIGINT, lambda *_: note("asked"))

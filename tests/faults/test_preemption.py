@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import stratagem as sg
 from stratagem import estimator as sge
 from stratagem.errors import PreemptedExit
 from stratagem.training.checkpoints import all_checkpoints, step_of
-
-X = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+from tests.faults.small_training import data, make, weights
 
 
 @pytest.fixture(params=["one device", "mirrored"])
@@ -47,25 +45,6 @@ class SaveAt(sge.SessionRunHook):
     def after_run(self, run_context: sge.RunContext, run_values: sge.RunValues) -> None:
         if run_context.global_step == self._step:
             run_context.save(finished=False)
-
-
-def model_fn(features: torch.Tensor, labels: torch.Tensor, mode: str) -> sge.EstimatorSpec:
-    module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
-    return sge.EstimatorSpec(mode, module, nn.functional.mse_loss, optimizer=optimizer)
-
-
-def data() -> sge.Input:
-    return sge.Input((X, X.sum(dim=1, keepdim=True)), global_batch_size=8, shuffle=True, num_epochs=None)
-
-
-def make(folder: Path, strategy: sg.Strategy) -> sge.Estimator:
-    config = sge.RunConfig(random_seed=3, save_summary_steps=0, save_checkpoints_steps=3, train_distribute=strategy)
-    return sge.Estimator(model_fn, folder, config)
-
-
-def weights(estimator: sge.Estimator) -> list[torch.Tensor]:
-    return [estimator.get_variable_value(name) for name in estimator.get_variable_names()]
 
 
 def steps_in(folder: Path) -> list[int]:

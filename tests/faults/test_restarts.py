@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import stratagem as sg
 from stratagem import estimator as sge
 from stratagem.errors import LostError, ReplicaDiedError, ReplicaStalledError, StratagemWarning
 from stratagem.training.checkpoints import all_checkpoints, step_of
 from stratagem.training.estimator.restarts import PERIOD_S, Restarts
+from tests.faults import small_training
+from tests.faults.small_training import X, Y, data, weights
 from tests.faults.watching import is_gone, pids
-
-X = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
-Y = X.sum(dim=1, keepdim=True)
 
 
 @pytest.fixture
@@ -27,21 +25,8 @@ def strategy(four_cpus: None) -> Iterator[sg.MirroredStrategy]:
         yield made
 
 
-def model_fn(features: torch.Tensor, labels: torch.Tensor, mode: str) -> sge.EstimatorSpec:
-    module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    return sge.EstimatorSpec(mode, module, nn.functional.mse_loss, optimizer=optimizer, scheduler=scheduler)
-
-
-def data() -> sge.Input:
-    return sge.Input((X, Y), global_batch_size=8, shuffle=True, num_epochs=None)
-
-
 def make(folder: Path, strategy: sg.Strategy, **more: Any) -> sge.Estimator:
-    settings = {"random_seed": 3, "save_summary_steps": 0, "save_checkpoints_steps": 3, "restart": "from_checkpoint"}
-    config = sge.RunConfig(**settings | more, train_distribute=strategy, eval_distribute=strategy)
-    return sge.Estimator(model_fn, folder, config)
+    return small_training.make(folder, strategy, **{"restart": "from_checkpoint", **more})
 
 
 class Kill(sge.SessionRunHook):
@@ -70,10 +55,6 @@ class Kill(sge.SessionRunHook):
 
     def end(self, run_context: sge.RunContext) -> None:
         self.moments.append("end")
-
-
-def weights(estimator: sge.Estimator) -> list[torch.Tensor]:
-    return [estimator.get_variable_value(name) for name in estimator.get_variable_names()]
 
 
 @pytest.fixture

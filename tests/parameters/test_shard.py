@@ -60,12 +60,10 @@ def test_rows_change_only_those_rows() -> None:
     assert shard.pull(["table"]).values["table"].count_nonzero() == 4
 
 
-def test_staleness_counts_pushes_between_and_too_stale_ones_are_refused() -> None:
-    shard = new_shard(max_staleness=1, rate_of=lambda staleness: 1 / (1 + staleness))
+def test_staleness_counts_pushes_between_and_may_scale_the_rate() -> None:
+    shard = new_shard(rate_of=lambda staleness: 1 / (1 + staleness))
     life = shard.admit(0)
     assert [shard.push(push_of(shard, life, number, version=0)).staleness for number in (1, 2)] == [0, 1]
-    stale = shard.push(push_of(shard, life, 3, version=0))
-    assert (stale.verdict, stale.staleness) == (Verdict.STALE, 2)
     assert torch.equal(shard.pull().values["weight"], torch.full((4, 3), -0.75))
 
 
@@ -148,6 +146,14 @@ def test_state_goes_on_where_it_was_and_needs_new_lives() -> None:
     assert torch.equal(first.pull().values["weight"], second.pull().values["weight"])
     with pytest.raises(ParameterError, match="same shard"):
         second.load_state_dict({"version": 0, "values": {}, "optimizers": []})
+
+
+def test_options_count_in_a_shard_that_gets_no_gradient() -> None:
+    shard = new_shard()
+    life = shard.admit(0)
+    assert shard.push(push_of(shard, life, gradients={}, options=({"lr": 0.25},))).is_applied
+    assert shard.push(push_of(shard, life, 2)).is_applied
+    assert torch.equal(shard.pull(["weight"]).values["weight"], torch.full((4, 3), -0.25))
 
 
 def test_optimizer_that_it_does_not_know_is_refused() -> None:

@@ -149,7 +149,7 @@ def run_for_a_while(strategy: sg.ParameterServerStrategy) -> None:
 
 
 def test_asynchronous_training_is_as_accurate_as_one_device(strategy: sg.ParameterServerStrategy) -> None:
-    """Both see the 1400 digits six times, 8400 samples in batches of 28."""
+    """Both see the 1400 digits ten times, 14000 samples in batches of 28."""
     with np.load(DIGITS) as arrays:
         images = torch.from_numpy(arrays["images"]).float().div(16).flatten(1)
         labels = torch.from_numpy(arrays["labels"]).long()
@@ -160,9 +160,9 @@ def test_asynchronous_training_is_as_accurate_as_one_device(strategy: sg.Paramet
         torch.manual_seed(1)
         with chosen.scope():
             model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         step = plain_step(model, optimizer)
-        for _ in range(6):
+        for _ in range(10):
             for batch in chosen.distribute((images[train], labels[train]), global_batch_size=28):
                 loss = chosen.reduce("mean", chosen.run(step, args=batch))
         assert float(loss) < 1
@@ -172,7 +172,7 @@ def test_asynchronous_training_is_as_accurate_as_one_device(strategy: sg.Paramet
     with sg.OneDeviceStrategy("cpu:0") as one_device:
         expected = accuracy(one_device)
     assert expected > 0.93
-    assert accuracy(strategy) > expected - 0.05
+    assert accuracy(strategy) > expected - 0.02
     used = strategy.staleness()
     assert len(used) == NUM_WORKERS
     assert max(max(counts) for counts in used.values()) > 0  # it was not one worker after the other

@@ -24,7 +24,8 @@ class Async:
 
     Args:
         rate_of: The factor of the learning rate of a push, by its staleness; for example
-            `lambda staleness: 1 / (1 + staleness)`. By default 1.
+            `lambda staleness: 1 / (1 + staleness)`. By default 1. Between machines what it gives for 127 holds for all
+            beyond.
     """
 
     rate_of: RateOf | None = None

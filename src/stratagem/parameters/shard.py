@@ -49,7 +49,6 @@ class Shard:
         number: Which shard of the plan this is.
         optimizers: How pushes are applied; a push says by which.
         values: The first values, by name: of this shard's pieces. They are copied.
-        max_staleness: A push that is staler is refused; `None` for any.
         rate_of: The factor of the learning rate of a push, by its staleness; `None` for 1.
     Raises:
         ParameterError: The optimizers or the values do not fit the plan.
@@ -62,12 +61,10 @@ class Shard:
         optimizers: Sequence[OptimizerSpec],
         values: Mapping[str, torch.Tensor],
         *,
-        max_staleness: int | None = None,
         rate_of: Callable[[int], float] | None = None,
     ) -> None:
         self.pieces: dict[str, Piece] = {piece.name: piece for piece in plan.shards[number]}
         self.version = 0
-        self._max_staleness = max_staleness
         self._rate_of = rate_of
         self._values: dict[str, torch.Tensor] = {}
         for name, piece in self.pieces.items():
@@ -130,9 +127,10 @@ class Shard:
         with torch.no_grad():
             for name, value in push.assigned.items():
                 self._values[name].copy_(value)
+            applier = self._optimizers[push.optimizer]
+            applier.set(push.options or ())  # also where none of its gradients is
             if push.gradients:
-                rate = self._rate_of(staleness) if self._rate_of else 1.0
-                self._optimizers[push.optimizer].apply(push.gradients, push.options, rate)
+                applier.apply(push.gradients, self._rate_of(staleness) if self._rate_of else 1.0)
         self._broken = ""
         self.version += 1
         return Outcome(Verdict.APPLIED, self.version, staleness)
@@ -186,14 +184,8 @@ class Shard:
             return Outcome(Verdict.FENCED, self.version, reason=reason)
         if push.number <= last:
             return Outcome(Verdict.DUPLICATE, self.version, reason=f"push {push.number} came before, {last} was last")
-        staleness = self.version - push.version
         reason = self._why_refused(push, last)
-        if reason:
-            return Outcome(Verdict.REFUSED, self.version, reason=reason)
-        if self._max_staleness is not None and staleness > self._max_staleness:
-            reason = f"staleness {staleness} is above {self._max_staleness}; pull, and compute it again"
-            return Outcome(Verdict.STALE, self.version, staleness, reason)
-        return None
+        return Outcome(Verdict.REFUSED, self.version, reason=reason) if reason else None
 
     def _why_refused(self, push: Push, last: int) -> str:
         if push.number != last + 1:
@@ -268,11 +260,11 @@ class _Applier:
                     return f"option {key}={value!r} is not like {group[key]!r}, which it was"
         return ""
 
-    def apply(
-        self, gradients: Mapping[str, "torch.Tensor | Rows"], options: Sequence[Mapping[str, Plain]] | None, rate: float
-    ) -> None:
-        for given, group in zip(options or (), self._optimizer.param_groups, strict=False):
+    def set(self, options: Sequence[Mapping[str, Plain]]) -> None:
+        for given, group in zip(options, self._optimizer.param_groups, strict=False):
             group.update(_listed(given))
+
+    def apply(self, gradients: Mapping[str, "torch.Tensor | Rows"], rate: float) -> None:
         rates = [group["lr"] for group in self._optimizer.param_groups]
         for name, gradient in gradients.items():
             self._values[name].grad = _as_gradient(gradient, self._values[name])

@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stratagem._caller import users_line
 from stratagem.devices.spec import DeviceSpec
 from stratagem.errors import GraphError
 from stratagem.placement import graph_rules, scopes
@@ -32,7 +33,6 @@ from stratagem.placement.graph_nodes import (
     same_form,
 )
 from stratagem.placement.graph_tensor import Cell, GraphTensor, View, no_value
-from stratagem.placement.lines import users_line
 from stratagem.placement.names import NameCounter
 from stratagem.placement.residence import device_of
 

@@ -22,9 +22,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from stratagem._caller import LIBRARIES, short_line
 from stratagem.errors import FeedError, GraphError
 from stratagem.placement.graph_nodes import Kind, Node, Output, Size, described, filled
-from stratagem.placement.lines import LIBRARIES, short_line
 
 # Stand-ins for an unknown number; that a result has the same form for both shows that it does not depend on one of
 # them. Both can be halved and divided by three, as programs do to whole batches.

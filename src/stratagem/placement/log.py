@@ -13,11 +13,11 @@ from typing import Any, Protocol, final
 
 import torch
 
+from stratagem._caller import users_line
 from stratagem.devices.inventory import Inventory, this_process
 from stratagem.devices.spec import CPU
 from stratagem.errors import DeviceTypeError
 from stratagem.placement import pictures
-from stratagem.placement.lines import users_line
 from stratagem.placement.names import NameCounter, type_of
 from stratagem.placement.records import Copy, PlacementRecord
 from stratagem.placement.residence import Asked, Place, storage_of

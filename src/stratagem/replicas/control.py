@@ -17,7 +17,12 @@ from torch.utils.hooks import RemovableHandle
 
 from stratagem.errors import StrategyError
 
-_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
+PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
+"""What is compared by value, and sent as it is."""
+
+kept_elsewhere: list[type] = []
+"""Classes of modules of whose functions somebody else takes care."""
+
 _FUNCTIONS = frozenset({types.FunctionType, types.BuiltinFunctionType})
 _SEQUENCES = frozenset({list, tuple})
 _HELD = ("_modules", "_parameters", "_buffers")
@@ -85,8 +90,7 @@ def _values(obj: Any, names: dict[int, int]) -> Any:
         members = obj.__dict__
         held = tuple([_named_parts(members[kind], names) for kind in _HELD])
         hooks = {kind: dict(found) for kind in _HOOKS if (found := members[kind])}
-        # What layers of Keras hold besides, `training.keras_changes` knows better.
-        plain = _plain_members(members, functions=not hasattr(obj, "_flatten_layers"))
+        plain = _plain_members(members, functions=not isinstance(obj, tuple(kept_elsewhere)))
         return _OfModule(type(obj).__qualname__, plain, held, hooks)
     if isinstance(obj, torch.optim.Optimizer):
         return [
@@ -105,12 +109,12 @@ def _plain_members(members: dict[str, Any], *, functions: bool = False) -> dict[
     plain = {}
     for key, value in members.items():
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             plain[key] = value
         elif kind in _FUNCTIONS:
             if functions and _holds_nothing(value):
                 plain[key] = value
-        elif kind in _SEQUENCES and all(type(each) in _PLAIN for each in value):
+        elif kind in _SEQUENCES and all(type(each) in PLAIN for each in value):
             plain[key] = _own(value)
     return plain
 
@@ -118,7 +122,7 @@ def _plain_members(members: dict[str, Any], *, functions: bool = False) -> dict[
 def _holds_nothing(function: Any) -> bool:
     """Whether a function, such as an activation, can be remembered without keeping anything else alive."""
     if type(function) is types.FunctionType:
-        is_plain = all(type(each) in _PLAIN for each in function.__defaults__ or ())
+        is_plain = all(type(each) in PLAIN for each in function.__defaults__ or ())
         return is_plain and not function.__closure__ and not function.__dict__
     return isinstance(function.__self__, types.ModuleType | type | None)
 

@@ -7,6 +7,7 @@ its own pace on its part of the data; an evaluator computes on its own. Which va
 
 import contextlib
 import dataclasses
+import math
 import signal
 import sys
 import threading
@@ -23,7 +24,7 @@ from stratagem.collectives.one_replica import OneReplica
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
 from stratagem.errors import StrategyError
-from stratagem.parameters.consistency import Async, BoundedStaleness, Consistency, Synchronous
+from stratagem.parameters.consistency import Async, BoundedStaleness, Consistency, RateOf, Synchronous
 from stratagem.parameters.network.client import ParameterClient
 from stratagem.parameters.network.compression import Compression
 from stratagem.parameters.network.pacing import Pacing
@@ -42,6 +43,8 @@ from stratagem.strategies.strategy import Strategy, require_call
 
 # So often threads of a ps task may take turns: the one for sockets must not wait for updates.
 _SWITCH_S: Final = 5e-4
+# Beyond that a rule for staleness gives what it gives for the last.
+_NUM_RATES: Final = 128
 
 
 @final
@@ -51,6 +54,7 @@ class ClusterOptions:
 
     Args:
         max_ahead: How many pushes a task may be ahead of the slowest; `None` for any.
+        rates: The factors of the learning rate of a push, by its staleness; none for 1.
         backup_workers: Of synchronous steps: how many gradients may be missing; `None` where no steps are shared.
         partitioner: Cuts large variables; by default none is cut.
         compression: How gradients are made smaller on the wire.
@@ -61,6 +65,7 @@ class ClusterOptions:
     """
 
     max_ahead: int | None = None
+    rates: tuple[float, ...] = ()
     backup_workers: int | None = None
     partitioner: Partitioner | None = None
     compression: Compression | None = None
@@ -81,7 +86,8 @@ class ClusterOptions:
         Raises:
             StrategyError: One of them has no meaning in a task of a cluster.
         """
-        known = [each.name for each in dataclasses.fields(cls) if each.name not in ("max_ahead", "backup_workers")]
+        of_consistency = ("max_ahead", "rates", "backup_workers")
+        known = [each.name for each in dataclasses.fields(cls) if each.name not in of_consistency]
         if wrong := next((name for name in options if name not in known), None):
             raise StrategyError(
                 f"{wrong} goes with num_workers=; a task of a cluster takes consistency, {', '.join(known)}"
@@ -90,13 +96,12 @@ class ClusterOptions:
             raise StrategyError(
                 f"consistency is Async(), BoundedStaleness(k) or Synchronous(backup_workers=b), got {consistency!r}"
             )
-        if isinstance(consistency, Async | BoundedStaleness) and consistency.rate_of is not None:
-            raise StrategyError("rate_of is a function, and no code is sent to parameter servers; leave it out")
         if isinstance(options.get("compression"), str):
             options["compression"] = Compression(options["compression"])
+        rates = () if consistency is None or isinstance(consistency, Synchronous) else _rates(consistency.rate_of)
         bound = consistency.max_staleness if isinstance(consistency, BoundedStaleness) else None
         backups = consistency.backup_workers if isinstance(consistency, Synchronous) else None
-        return cls(bound, backups, **options)
+        return cls(bound, rates, backups, **options)
 
     def pacing(self, num_workers: int) -> Pacing:
         """The same for servers, given how many tasks train.
@@ -105,13 +110,22 @@ class ClusterOptions:
             StrategyError: There would be none whose gradients count.
         """
         if self.backup_workers is None:
-            return Pacing(self.max_ahead, stall_s=self.stall_timeout_s)
+            return Pacing(self.max_ahead, stall_s=self.stall_timeout_s, rates=self.rates)
         if self.backup_workers >= num_workers:
             raise StrategyError(
                 f"backup_workers={self.backup_workers} leaves none of {num_workers} workers whose gradients count; "
                 f"have more workers"
             )
         return Pacing(None, num_workers - self.backup_workers, num_workers, self.stall_timeout_s)
+
+
+def _rates(rate_of: RateOf | None) -> tuple[float, ...]:
+    """What a rule gives: no code is sent to parameter servers, but numbers are."""
+    rates = tuple(float(rate_of(staleness)) for staleness in range(_NUM_RATES)) if rate_of is not None else ()
+    for staleness, rate in enumerate(rates):
+        if not (math.isfinite(rate) and rate >= 0):
+            raise StrategyError(f"rate_of gives a number from 0 up, got {rate} for a staleness of {staleness}")
+    return rates
 
 
 def task_of(resolver: Resolver | None, options: Mapping[str, Any]) -> "ClusterTask":

@@ -14,12 +14,12 @@ import torch
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.saving.keras_saveable import KerasSaveable
 
+from stratagem.replicas.control import PLAIN
 from stratagem.training.keras_wire import FUNCTIONS, NODES
 
 _PARTS = ("optimizer", "_compile_loss", "_compile_metrics", "_loss_tracker")
 # Of a layer: what torch keeps is found elsewhere, and `history` is for the program.
 _OTHERS = frozenset((*torch.nn.Module().__dict__, *_PARTS, *FUNCTIONS, *NODES, "history"))
-_PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 def parts_of(model: Any) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _members(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in attributes.items()
-        if type(value) not in _PLAIN and name not in _OTHERS and not isinstance(value, BaseOptimizer)
+        if type(value) not in PLAIN and name not in _OTHERS and not isinstance(value, BaseOptimizer)
     }
 
 

@@ -17,7 +17,7 @@ from keras.src.backend.torch.trainer import TorchTrainer
 from keras.src.trainers.trainer import Trainer
 
 from stratagem.errors import StrategyError
-from stratagem.replicas import wire
+from stratagem.replicas import control, wire
 from stratagem.strategies import context
 from stratagem.strategies.strategy import Strategy
 from stratagem.training import keras_changes, keras_pending, keras_steps, keras_wire
@@ -37,6 +37,7 @@ def install() -> None:
         _wrap(Trainer, "__init__", _refuse_backend)
         return
     wire.reducers.append(keras_wire.reduce)
+    control.kept_elsewhere.append(keras.Layer)  # `keras_changes` knows what layers hold
     _wrap(TorchTrainer, "__init__", _note_owner)
     _wrap(Trainer, "_symbolic_build", _build_in_scope)
     for kind in _KINDS:
@@ -64,6 +65,7 @@ class _Steps:
         self._slices = iter(strategy.distribute(self._batches()))
         self._compiled: keras_steps.Compiled | None = None
         self._seen: Any = None
+        self._changed: dict[int, Any] = {}
         self._under_way = keras_pending.UnderWay(strategy)
 
     def train(self, data: Any) -> Any:
@@ -128,7 +130,10 @@ class _Steps:
         if self._compiled is None or changed or not self._seen.is_current(parts, variables):
             if self._strategy.input_pipeline[0] > 1:
                 gc.collect()  # programs that train together must drop their old models, which are circles, together
-            self._compiled = keras_steps.Compiled(model, parts, variables, changed)
+            if self._strategy.is_in_step:
+                self._changed.clear()  # all replicas have run since; others may have missed what came before
+            self._changed.update((id(layer), layer) for layer in changed)
+            self._compiled = keras_steps.Compiled(model, parts, variables, list(self._changed.values()))
             self._seen = keras_changes.Seen(model, parts, variables)
             self._strategy.take([*map(keras_wire.tensor_of, variables), model, self._compiled])
         return self._compiled

@@ -33,6 +33,7 @@ NewCluster = Callable[..., Cluster]
 PUSH = {
     "number": 1,
     "version": 0,
+    "clock": 1,
     "optimizer": 0,
     "weight": 1,
     "is_shared": False,
@@ -375,7 +376,7 @@ def definition(trainer: Trainer) -> dict[str, object]:
         **bodies.plan_to_body(trainer.plan),
         "shard": 0,
         "optimizers": [bodies.optimizer_to_body(trainer.spec)],
-        "pacing": [None, None, 1, 60.0],
+        "pacing": [None, None, 1, 60.0, []],
         "has_values": False,
         "is_open": True,
     }

@@ -1,6 +1,7 @@
 """Tensors in memory that a worker and a server of one machine share."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from stratagem.errors import ProtocolError
+from stratagem.errors import ParameterServerLostError, ProtocolError
 from stratagem.parameters.contract import Piece, Variable, Verdict
 from stratagem.parameters.network import nearby
 from stratagem.parameters.network.compression import Compression
 from stratagem.parameters.network.frames import Kind
 from stratagem.parameters.network.nearby import Nearby
+from stratagem.parameters.network.pacing import Pacing
 from tests.parameters.network.attacker import Attacker
-from tests.parameters.network.cluster import Cluster, same
+from tests.parameters.network.cluster import Cluster, Trainer, same
 from tests.parameters.network.test_attacks import PUSH, in_use, is_untouched
 
 NewCluster = Callable[..., Cluster]
@@ -51,7 +53,7 @@ def test_second_push_that_nobody_waited_for_and_a_compressed_one_travel(new_clus
     trainer = cluster.trainer(shares_memory=True, **quiet)
     for each in (trainer, reference):
         both = [each.gradients(seed) for seed in (1, 2)]  # before answers change the values
-        handles = [each.client.push(gradients, into=each.values()) for gradients in both]
+        handles = [each.client.push(gradients) for gradients in both]
         for handle in handles:
             each.client.wait(handle)
         each.pull()
@@ -64,6 +66,49 @@ def test_second_push_that_nobody_waited_for_and_a_compressed_one_travel(new_clus
     (before,) = num_frames(other)
     compressed.step(1)
     assert num_frames(other) == [before + 2]
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_older_values_never_come_after_newer_ones(new_cluster: NewCluster, shares_memory: bool) -> None:
+    trainer = new_cluster(num_ps=2, num_workers=1).trainer(shares_memory=shares_memory)
+    first = trainer.client.push(trainer.gradients(1), into=trainer.values())
+    second = trainer.client.push(trainer.gradients(2), into=trainer.values())
+    for handle in (second, first):
+        assert {each.verdict for each in trainer.client.wait(handle)} == {Verdict.APPLIED}
+    before = trainer.copies()
+    trainer.pull()
+    assert same(before, trainer.copies())
+
+
+def test_memory_is_not_written_while_a_server_may_still_read_it(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_ps=2)
+    pacing = Pacing(max_ahead=0)
+    fast, slow = (
+        Trainer(cluster.worker(index, shares_memory=True, heartbeat_s=0.2, num_missed=15), 2) for index in range(2)
+    )
+    for place, each in enumerate((fast, slow)):
+        each.define(has_values=place == 0, pacing=pacing)
+    push = fast.client.push(fast.gradients(1), into=fast.values())  # is answered when the other has pushed too
+    cluster.servers[1].stop()
+    with pytest.raises(ParameterServerLostError, match="ps/1"):
+        fast.client.wait(push)
+    assert fast.client._nearby[0].is_used
+
+
+def test_memory_is_given_back(new_cluster: NewCluster) -> None:
+    def num_mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(nearby._NAME)
+
+    cluster = new_cluster(num_workers=1)
+    gc.collect()  # that of other tests
+    before = num_mapped()
+    trainer = cluster.trainer(shares_memory=True)
+    trainer.step(1)
+    assert num_mapped() == before + 2  # the server's and the worker's
+    trainer.client.close(is_done=True)
+    assert cluster.ended()
+    gc.collect()
+    assert num_mapped() == before
 
 
 def test_worker_that_speaks_of_memory_that_it_has_not_shared_is_out(new_cluster: NewCluster) -> None:  # A6

@@ -20,9 +20,13 @@ from stratagem.errors import (
     ParameterError,
 )
 from stratagem.parameters.contract import Variable, Verdict, describe_optimizer
+from stratagem.parameters.network import desk
 from stratagem.parameters.network.client import ParameterClient
 from stratagem.parameters.network.compression import Compression
+from stratagem.parameters.network.connection import Pending, RetryError
+from stratagem.parameters.network.frames import Kind
 from stratagem.parameters.network.serving import ParameterServer
+from stratagem.parameters.network.states import StateOfAll
 from stratagem.parameters.partitioning import make_plan
 from tests.parameters.network.cluster import PATIENCE_S, Cluster, Trainer, same
 
@@ -195,6 +199,47 @@ def test_all_shards_of_a_state_have_seen_the_same_pushes(new_cluster: NewCluster
         pushing.join(PATIENCE_S)
     assert all(torch.equal(each.values["a"], each.values["b"]) for each in states)
     assert states[-1].values["a"].item() > states[0].values["a"].item()
+
+
+def held(trainer: Trainer) -> None:
+    trainer.client._talk.finish({0: Pending(Kind.HOLD, {})})
+
+
+def state_at(trainer: Trainer, up_to: dict[str, int]) -> Pending:
+    asked = Pending(Kind.STATE, {"up_to": up_to}, (), StateOfAll.rooms(trainer.plan, 0))
+    trainer.client._talk.ask({0: asked})
+    trainer.client._talk.wait({0: asked})
+    return asked
+
+
+def test_two_tasks_may_save_at_once(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_workers=3)
+    first, second, pusher = (cluster.trainer(index) for index in range(3))
+    held(first)
+    assert second.client.state().version == 0
+    push = pusher.client.push(pusher.gradients(1))
+    second.pull()  # what came before it has been looked at
+    assert not push.pendings[0].is_answered.is_set()  # the other is still at it
+    assert state_at(first, {}).answer["version"] == 0
+    assert [each.version for each in pusher.client.wait(push)] == [1]
+
+
+def test_hold_of_a_task_that_is_gone_ends_with_it(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    saver, pusher = cluster.trainer(0), cluster.trainer(1)
+    held(saver)
+    saver.client.close()
+    assert [each.version for each in pusher.step(1)] == [1]
+
+
+def test_state_is_of_one_moment_or_asked_for_again(new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = new_cluster().trainer(0)
+    monkeypatch.setattr(desk, "HOLD_S", 0.0)
+    held(trainer)
+    trainer.step(1)
+    assert isinstance(state_at(trainer, {}).error, RetryError)
+    monkeypatch.undo()
+    assert trainer.client.state().version == 1
 
 
 def test_compressed_gradients_train_too(new_cluster: NewCluster) -> None:

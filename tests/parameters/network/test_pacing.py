@@ -1,6 +1,7 @@
 """Workers that keep pace with each other: who waits for whom, which gradients count, and who is not waited for."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,9 +13,12 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ParameterError
-from stratagem.parameters.contract import OptimizerSpec, Variable, Verdict
-from stratagem.parameters.network.pacing import Pacing
+from stratagem.parameters.contract import OptimizerSpec, Push, Variable, Verdict
+from stratagem.parameters.network.frames import Kind
+from stratagem.parameters.network.pacing import Pace, Pacing
+from stratagem.parameters.network.requests import Request
 from stratagem.parameters.partitioning import make_plan
+from stratagem.parameters.shard import Shard
 from tests.parameters.network.cluster import PATIENCE_S, Cluster, Trainer, same
 from tests.parameters.network.test_strategy import build, task, training_step
 
@@ -76,6 +80,59 @@ def test_synchronous_step_is_one_update_of_all_and_ends_with_a_lost_worker(new_c
             waiting.result(PATIENCE_S)
 
 
+def test_worker_that_left_before_the_first_step_is_not_waited_for(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_ps=2, num_workers=4)
+    pacing = Pacing(num_gradients=4, num_workers=4)
+    cluster.worker(3).close(is_done=True)  # before there are variables
+    trainers = [paced(cluster, index, pacing) for index in range(2)]
+    gone = cluster.worker(2)
+    with beside() as call:
+        pushes = [call(each.step, 1) for each in trainers]
+        gone.close(is_done=True)  # and before it has defined them
+        assert {each.version for push in pushes for each in push.result(PATIENCE_S)} == {1}
+
+
+def test_worker_that_was_lost_before_the_first_step_is_named(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    cluster.worker(1).close()
+    trainer = paced(cluster, 0, Pacing(num_gradients=2, num_workers=2))
+    with pytest.raises(ParameterError, match=r"worker/1 is lost, and each step needs the gradients of 2 workers"):
+        trainer.step(1)
+
+
+def test_worker_that_comes_while_a_push_is_on_its_way_is_as_far_in_all_servers() -> None:
+    plan = make_plan([Variable("a", (1,), torch.float32)], 1)
+    answered: list[list[int]] = [[], []]
+    paces = []
+    for said in answered:
+        shard = Shard(plan, 0, [OptimizerSpec("SGD", ((("a",), {"lr": 1.0}),))], {"a": torch.zeros(1)})
+        for worker in range(2):
+            shard.admit(worker)
+        tell = functools.partial(lambda said, request, _: said.append(request.worker), said)
+        paces.append(Pace(Pacing(max_ahead=0), shard, tell, lambda *_: pytest.fail("a push failed")))
+
+    def push(server: int, worker: int, number: int, clock: int) -> None:
+        request = Request(worker, Kind.PUSH, {"clock": clock}, (), lambda *_: None)
+        paces[server].push(request, Push(worker, 1, number, 0, {"a": torch.ones(1)}))
+
+    first, new = 0, 1
+    for pace in paces:
+        pace.enter(first)
+    push(0, first, 1, clock=1)
+    clocks = [pace.enter(new) for pace in paces]
+    assert clocks == [1, 0]  # the push of the other has reached one server alone
+    push(1, first, 1, clock=1)
+    for server in range(2):
+        push(server, new, 1, clock=min(clocks) + 1)
+    assert [sorted(said) for said in answered] == [[first, new]] * 2
+    for server in range(2):
+        push(server, first, 2, clock=2)
+    assert [len(said) for said in answered] == [2, 2]  # it is ahead, and waits in both
+    for server in range(2):
+        push(server, new, 2, clock=2)
+    assert [len(said) for said in answered] == [4, 4]
+
+
 def test_slowest_gradient_is_dropped_where_there_is_a_backup(new_cluster: NewCluster) -> None:
     cluster = new_cluster(num_workers=3)
     trainers = [paced(cluster, index, Pacing(num_gradients=2, num_workers=3)) for index in range(3)]
@@ -90,6 +147,22 @@ def test_slowest_gradient_is_dropped_where_there_is_a_backup(new_cluster: NewClu
         trainers[0].client.close()  # and one may be lost
         for push in [call(each.step, 2) for each in trainers[1:]]:
             assert [each.verdict for each in push.result(PATIENCE_S)] == [Verdict.APPLIED]
+
+
+def test_rate_of_a_push_follows_its_staleness(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_ps=2)
+    plan = make_plan([Variable(name, (1,), torch.float32) for name in ("a", "b")], 2)
+    spec = OptimizerSpec("SGD", ((("a", "b"), {"lr": 1.0}),))
+    values, gradients = ({name: torch.full((1,), value) for name in ("a", "b")} for value in (0.0, -1.0))
+    clients = [cluster.worker(index) for index in range(2)]
+    for index, client in enumerate(clients):
+        client.define(plan, [spec], values if index == 0 else None, pacing=Pacing(rates=(1.0, 0.5)))
+    with pytest.raises(ParameterError, match="rate_of gives other rates"):
+        clients[1].define(plan, [spec], pacing=Pacing(rates=(1.0, 0.25)))
+    for client in (clients[0], clients[0], clients[1]):
+        client.wait(client.push(gradients))  # none sees what the others did: a staleness of 0, 1 and 2
+    clients[0].wait(clients[0].pull(values))
+    assert [each.item() for each in values.values()] == [2.0, 2.0]
 
 
 def test_rows_of_several_workers_are_one_update(new_cluster: NewCluster) -> None:

@@ -188,7 +188,7 @@ def test_step_outside_of_a_run_and_a_scope_without_optimizer_are_refused(new_clu
         ({"torn_reads": True}, "torn_reads goes with num_workers="),
         ({"consistency": 3}, r"consistency is Async\(\), BoundedStaleness\(k\)"),
         ({"stall_timeout_s": -1}, "stall_timeout_s is a number of seconds"),
-        ({"consistency": Async(rate_of=lambda staleness: 1.0)}, "no code is sent"),
+        ({"consistency": Async(rate_of=lambda staleness: -1.0)}, r"got -1\.0 for a staleness of 0"),
         ({"on_nonfinite": "apply"}, "'skip' or 'raise'"),
         ({"join_timeout_s": 0}, "join_timeout_s is a number of seconds"),
     ],
@@ -203,6 +203,8 @@ def test_options_are_translated() -> None:
     assert options.pacing(3) == Pacing(max_ahead=2)
     assert options.compression == sg.Compression("bf16")
     assert ClusterOptions.of(consistency=Synchronous(1)).pacing(3) == Pacing(None, 2, 3)
+    rates = ClusterOptions.of(consistency=Async(rate_of=lambda staleness: 1 / (1 + staleness))).pacing(3).rates
+    assert rates[:3] == (1.0, 1 / 2, 1 / 3)
     with pytest.raises(StrategyError, match="leaves none of 2 workers"):
         ClusterOptions.of(consistency=Synchronous(2)).pacing(2)
 

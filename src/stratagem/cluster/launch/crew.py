@@ -170,7 +170,9 @@ class Crew:
             for pid, (task, _) in self._running.items():
                 if task.seat.job in jobs:
                     self._asked.add(pid)
-                    _signal_group(pid, number)
+                    # It alone: children of its own (those that load its data) must serve it until it has saved.
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, number)
             while self.running(*jobs) and time.monotonic() < deadline and not self._interrupts.insisted:
                 time.sleep(_POLL_S)
                 self.poll()
@@ -212,7 +214,7 @@ class Crew:
 
     def _kill(self) -> None:
         for pid in self._running:
-            _signal_group(pid, signal.SIGKILL)
+            _kill_group(pid)
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         while self._running and time.monotonic() < deadline:
             self.poll()
@@ -224,7 +226,7 @@ class Crew:
             )
 
     def _bury(self, pid: int) -> None:
-        _signal_group(pid, signal.SIGKILL)  # children of its own that it left behind
+        _kill_group(pid)  # children of its own that it left behind
         task, process = self._running.pop(pid)
         code = process.wait()
         self._directory.release(pid)
@@ -232,6 +234,6 @@ class Crew:
         self.ended.append(Ended(task, code, at, asked=pid in self._asked))
 
 
-def _signal_group(pid: int, number: signal.Signals) -> None:
+def _kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
+        os.killpg(pid, signal.SIGKILL)

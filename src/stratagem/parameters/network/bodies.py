@@ -36,6 +36,10 @@ def _seconds(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value > 0
 
 
+def _rate(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
 def _maybe(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
@@ -95,7 +99,7 @@ _FIELDS: Final[dict[Kind, dict[str, Check]]] = {
         "shards": _list_of(_list_of(_row_of(_count, _count, _count))),
         "shard": _count,
         "optimizers": _list_of(_OPTIMIZER),
-        "pacing": _row_of(_maybe(_count), _maybe(_count), _count, _seconds),
+        "pacing": _row_of(_maybe(_count), _maybe(_count), _count, _seconds, _list_of(_rate)),
         "has_values": is_flag,
         "is_open": is_flag,
     },
@@ -103,6 +107,7 @@ _FIELDS: Final[dict[Kind, dict[str, Check]]] = {
     Kind.PUSH: {
         "number": _count,
         "version": _count,
+        "clock": _count,
         "optimizer": _count,
         "weight": _count,
         "options": _maybe(_list_of(_options)),
@@ -117,6 +122,7 @@ _FIELDS: Final[dict[Kind, dict[str, Check]]] = {
     Kind.SHARE: {"pid": _count, "descriptor": _count, "num_bytes": _count, "proof": is_text},
     Kind.DONE: {
         "version": _count,
+        "clock": _count,
         "verdict": is_text,
         "staleness": _count,
         "reason": is_text,
@@ -159,7 +165,8 @@ def decode(kind: Kind, encoded: bytes) -> Body:
 
 def done(**fields: Any) -> Body:
     """The body of an answer; what is not given is empty."""
-    return {"version": 0, "verdict": "", "staleness": 0, "reason": "", "lives": {}, "saved": []} | fields
+    empty = {"version": 0, "clock": 0, "verdict": "", "staleness": 0, "reason": "", "lives": {}, "saved": []}
+    return empty | fields
 
 
 def plan_to_body(plan: ShardPlan) -> Body:

@@ -5,7 +5,6 @@ when a server is gone. One connection to each server is `connection`'s.
 """
 
 import contextlib
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +20,13 @@ from stratagem.errors import (
     ClusterError,
     ClusterSpecError,
     ClusterTimeoutError,
+    ParameterError,
     ParameterServerLostError,
     ProtocolError,
     TaskLostError,
 )
 from stratagem.parameters.contract import OptimizerSpec, Outcome, Plain, ShardPlan, Verdict
-from stratagem.parameters.network import bodies, streams
+from stratagem.parameters.network import bodies, saving, streams
 from stratagem.parameters.network import pieces as pieces_of
 from stratagem.parameters.network.bodies import Body
 from stratagem.parameters.network.compression import Compression, Encoder
@@ -37,7 +37,7 @@ from stratagem.parameters.network.pacing import Pacing
 from stratagem.parameters.network.pieces import Parts
 from stratagem.parameters.network.serving import HEARTBEAT_S, NUM_MISSED
 from stratagem.parameters.network.states import StateOfAll
-from stratagem.parameters.network.talking import Talk
+from stratagem.parameters.network.talking import Talk, raise_first
 
 _RETRY_S: Final = 0.05
 _MOST_NAMED: Final = 3
@@ -55,6 +55,7 @@ class Handle:
     def __init__(self, pendings: Mapping[int, Pending], finish: Callable[[], None]) -> None:
         self.pendings = pendings
         self.finish = finish
+        self.outcomes: list[Outcome] | None = None
 
 
 @final
@@ -109,6 +110,8 @@ class ParameterClient:
         self._nearby: dict[int, Nearby] = {}
         self._versions = [0] * len(self._connections)
         self._numbers = [0] * len(self._connections)
+        self._clock = 0
+        self._on_their_way: Handle | None = None
 
     @property
     def num_servers(self) -> int:
@@ -163,11 +166,12 @@ class ParameterClient:
         common = {
             **bodies.plan_to_body(plan),
             "optimizers": [bodies.optimizer_to_body(each) for each in optimizers],
-            "pacing": list(dataclasses.astuple(pacing or Pacing())),
+            "pacing": (pacing or Pacing()).to_body(),
             "has_values": values is not None,
             "is_open": state is None,
         }
         waiting = list(range(self.num_servers))
+        clocks = []
         while waiting:
             pendings = {}
             for shard in waiting:
@@ -176,7 +180,9 @@ class ParameterClient:
             self._talk.ask(pendings)
             self._talk.wait(pendings)
             waiting = [shard for shard, each in pendings.items() if isinstance(each.error, RetryError)]
-            self._raise_first(each for each in pendings.values() if not isinstance(each.error, RetryError))
+            settled = [each for each in pendings.values() if not isinstance(each.error, RetryError)]
+            raise_first(settled)
+            clocks += [each.answer["clock"] for each in settled]
             if waiting:
                 if time.monotonic() >= deadline:
                     names = ", ".join(self._connections[shard].task.name for shard in waiting)
@@ -185,20 +191,21 @@ class ParameterClient:
                         f"check that it runs, or raise join_timeout_s"
                     )
                 time.sleep(_RETRY_S)
-        self._plan, self._num_optimizers = plan, len(optimizers)
+        self._plan, self._num_optimizers, self._clock = plan, len(optimizers), min(clocks)
         if state is not None:
-            self._load(state)
+            saving.give(self._talk, plan, self._num_optimizers, state)
         if self._shares_memory:
             self._share(plan)
 
     def pull(self, into: Mapping[str, torch.Tensor], rows: Mapping[str, torch.Tensor] | None = None) -> Handle:
-        """Fetches variables; what comes from one server is of one version.
+        """Fetches variables; what comes from one server is of one version. Waits for values that are on their way.
 
         Args:
             into: Where whole variables go, by name.
             rows: Of which of them only some rows are fetched, and which: int64.
         """
         plan = self._defined()
+        self._await_values()
         rows = rows or {}
         parts = Parts()
         pendings = {}
@@ -213,7 +220,8 @@ class ParameterClient:
             rooms += [parts.room_for_rows(by_name[name], indices, into[name]) for name, indices in chosen.items()]
             body = {"names": names, "rows": [[name, len(indices)] for name, indices in chosen.items()]}
             pendings[shard] = Pending(Kind.PULL, body, list(chosen.values()), _always(rooms))
-        return self._ask(pendings, parts.put)
+        self._on_their_way = self._ask(pendings, parts.put)
+        return self._on_their_way
 
     def push(
         self,
@@ -233,7 +241,8 @@ class ParameterClient:
             weight: How many examples they are of, where several pushes make one update.
             options: What its groups have now.
             assigned: New values of variables that are not trained.
-            into: Where the new values of all variables that are not sparse go; by default they are not fetched.
+            into: Where the new values of all variables that are not sparse go, when values that are on their way
+                have come; by default they are not fetched.
         Raises:
             ParameterError: A gradient is not like its variable.
         """
@@ -241,6 +250,9 @@ class ParameterClient:
         parts = Parts()
         for name, value in [*gradients.items(), *(assigned or {}).items()]:
             pieces_of.require_fit(plan, name, value)
+        if into is not None:
+            self._await_values()
+        self._clock += 1
         prepared = {name: pieces_of.prepared(gradient) for name, gradient in gradients.items()}
         own = {name: streams.readable(value) for name, value in (assigned or {}).items()}
         pendings = {}
@@ -267,6 +279,7 @@ class ParameterClient:
             body = {
                 "number": self._numbers[shard],
                 "version": self._versions[shard],
+                "clock": self._clock,
                 "optimizer": optimizer,
                 "weight": weight,
                 "options": None if options is None else list(map(bodies.options_to_body, options)),
@@ -276,7 +289,10 @@ class ParameterClient:
                 "is_shared": nearby is not None,
             }
             pendings[shard] = Pending(Kind.PUSH, body, tensors, _always(rooms))
-        return self._ask(pendings, parts.put)
+        handle = self._ask(pendings, parts.put)
+        if into is not None:
+            self._on_their_way = handle
+        return handle
 
     def wait(self, handle: Handle) -> list[Outcome]:
         """Waits for a push or pull; returns what each server that took part made of it.
@@ -286,15 +302,20 @@ class ParameterClient:
             TaskLostError: The servers have declared this task lost.
             ParameterError: A server refuses the request.
         """
+        if handle.outcomes is not None:
+            return handle.outcomes
         self._talk.wait(handle.pendings)
+        if handle is self._on_their_way:
+            self._on_their_way = None
         try:
-            self._raise_first(handle.pendings.values())
+            raise_first(handle.pendings.values())
             handle.finish()
         finally:
             for shard, pending in handle.pendings.items():
-                if pending.body.get("is_shared"):
+                is_read = pending.error is None or isinstance(pending.error, ParameterError)
+                if pending.body.get("is_shared") and is_read:  # one that is lost may read it still
                     self._nearby[shard].is_used = False
-        outcomes = []
+        outcomes = handle.outcomes = []
         for shard, pending in handle.pendings.items():
             answer = pending.answer
             verdict = Verdict(answer["verdict"] or Verdict.APPLIED.value)
@@ -308,19 +329,7 @@ class ParameterClient:
 
     def state(self) -> StateOfAll:
         """Everything that the servers have, of one moment: each push is in all of it, or in none."""
-        plan = self._defined()
-        held = {shard: Pending(Kind.HOLD, {}) for shard in range(self.num_servers)}
-        self._finish(held)
-        up_to: dict[str, int] = {}
-        for pending in held.values():
-            for worker, number in pending.answer["lives"].items():
-                up_to[worker] = max(number, up_to.get(worker, 0))
-        asked = {
-            shard: Pending(Kind.STATE, {"up_to": up_to}, (), StateOfAll.rooms(plan, shard))
-            for shard in range(self.num_servers)
-        }
-        self._finish(asked)
-        return StateOfAll.joined(plan, self._num_optimizers, [(each.answer, each.received) for each in asked.values()])
+        return saving.fetch(self._talk, self._defined(), self._num_optimizers)
 
     def close(self, *, is_done: bool = False) -> None:
         """Takes leave of the servers. A second time it does nothing.
@@ -329,6 +338,7 @@ class ParameterClient:
             is_done: Whether training is over; from the chief, the servers then end when all have left.
         """
         self._talk.close(is_done=is_done)
+        self._nearby.clear()
 
     def __enter__(self) -> Self:
         return self.connect()
@@ -344,14 +354,14 @@ class ParameterClient:
             raise ClusterError("no variables are defined yet; call define() first")
         return self._plan
 
+    def _await_values(self) -> None:
+        """Newer values must not come before older ones."""
+        if self._on_their_way is not None:
+            self.wait(self._on_their_way)
+
     def _ask(self, pendings: Mapping[int, Pending], finish: Callable[[], None] = lambda: None) -> Handle:
         self._talk.ask(pendings)
         return Handle(pendings, finish)
-
-    def _load(self, state: StateOfAll) -> None:
-        """Gives the servers what `state` gave, of whichever number of servers; nobody has pushed yet."""
-        parts = state.divided(self._defined(), self._num_optimizers)
-        self._finish({shard: Pending(Kind.LOAD, body, tensors) for shard, (body, tensors) in enumerate(parts)})
 
     def _share(self, plan: ShardPlan) -> None:
         """Offers memory to all servers; those on this machine take it."""
@@ -360,20 +370,9 @@ class ParameterClient:
                 made = Nearby.made(pieces, stack)
                 if made is not None:
                     offer = Pending(Kind.SHARE, made[1])
-                    self._finish({shard: offer})
+                    self._talk.finish({shard: offer})
                     if offer.answer["verdict"] == SHARED:
                         self._nearby[shard] = made[0]
-
-    def _finish(self, pendings: Mapping[int, Pending]) -> None:
-        self._talk.ask(pendings)
-        self._talk.wait(pendings)
-        self._raise_first(pendings.values())
-
-    @staticmethod
-    def _raise_first(pendings: Any) -> None:
-        for pending in pendings:
-            if pending.error is not None:
-                raise pending.error
 
     def _explained(self, shard: int, error: Exception) -> Exception:
         connection = self._connections[shard]

@@ -38,6 +38,25 @@ class _Definition:
 
 
 @final
+@dataclasses.dataclass
+class _Hold:
+    """The wish of a worker that no more is applied than all shards have, until it has the state.
+
+    Args:
+        until: When it ends in any case.
+        up_to: The number of the last push of each worker that is applied all the same.
+        saving: Asks for the state.
+    """
+
+    until: float
+    up_to: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    saving: Request | None = None
+
+    def allows(self, push: Request) -> bool:
+        return bool(push.body["number"] <= self.up_to.get(push.worker, 0))
+
+
+@final
 class Desk:
     """One shard, and the thread that works on it.
 
@@ -55,10 +74,9 @@ class Desk:
         self._is_open = False
         self._lives: dict[int, int] = {}
         self._applied: dict[int, int] = {}
-        self._held_until: float | None = None
-        self._up_to: Mapping[int, int] | None = None
+        self._departed: dict[int, bool] = {}
+        self._holds: dict[int, _Hold] = {}
         self._deferred: list[Request] = []
-        self._saving: list[Request] = []
 
     def start(self) -> None:
         """Begins to work."""
@@ -98,7 +116,7 @@ class Desk:
                 rooms += compression.rooms(self._piece(name), count, encoding)
             return rooms + [room(self._piece(name)) for name in body["assigned"]]
         if kind == Kind.LOAD:
-            return state_rooms(list(self._pieces().values()), body["saved"])
+            return state_rooms(self.all_pieces(), body["saved"])
         return []
 
     def _pieces(self) -> dict[str, Piece]:
@@ -129,7 +147,7 @@ class Desk:
             try:
                 request = self._requests.get(timeout=self._patience_s())
             except queue.Empty:
-                self._look_at_hold()
+                self._look_at_holds()
                 if self._pace is not None:
                     self._pace.look()
                 continue
@@ -139,10 +157,10 @@ class Desk:
                 self._carry_out(request)
             else:
                 request()
-            self._look_at_hold()
+            self._look_at_holds()
 
     def _patience_s(self) -> float | None:
-        if self._held_until is not None:
+        if self._holds:
             return 0.05
         return 0.5 if self._pace is not None and self._pace.is_anybody_waiting else None
 
@@ -161,6 +179,7 @@ class Desk:
         if self._shard is not None:
             self._lives[request.worker] = self._shard.admit(request.worker)
         self._applied.pop(request.worker, None)
+        self._departed.pop(request.worker, None)
         version = 0 if self._shard is None else self._shard.version
         request.answer(Kind.DONE, bodies.done(version=version), ())
 
@@ -168,7 +187,10 @@ class Desk:
         if self._shard is not None:
             self._shard.fence(worker)
         self._lives.pop(worker, None)
+        self._holds.pop(worker, None)
         self._deferred = [each for each in self._deferred if each.worker != worker]
+        self._departed[worker] = is_done
+        self._carry_out_deferred()
         if self._pace is not None:
             self._pace.leave(worker, is_done=is_done)
 
@@ -178,7 +200,7 @@ class Desk:
             bodies.plan_from_body(body),
             body["shard"],
             tuple(map(bodies.optimizer_from_body, body["optimizers"])),
-            Pacing(*body["pacing"]),
+            Pacing.from_body(body["pacing"]),
         )
         if not body["has_values"] and not self._is_open:
             why = "the chief has not defined the variables yet"
@@ -187,9 +209,10 @@ class Desk:
         if self._definition is None or self._shard is None:
             pieces = wanted.plan.shards[self._number]
             values = {piece.name: each for piece, each in zip(pieces, request.tensors, strict=True)}
-            self._shard = Shard(wanted.plan, self._number, wanted.optimizers, values)
+            rate_of = wanted.pacing.rate_of
+            self._shard = Shard(wanted.plan, self._number, wanted.optimizers, values, rate_of=rate_of)
             self._definition, self._is_open = wanted, body["is_open"]
-            self._pace = Pace(wanted.pacing, self._shard, self._answer_push, _fail)
+            self._pace = self._new_pace(wanted.pacing, self._shard)
         elif difference := _difference(self._definition, wanted):
             raise ParameterError(
                 f"this task and the one that defined the variables have different models: {difference}; "
@@ -197,9 +220,14 @@ class Desk:
             )
         if request.worker not in self._lives:
             self._lives[request.worker] = self._shard.admit(request.worker)
-        if self._pace is not None:
-            self._pace.enter(request.worker)
-        request.answer(Kind.DONE, bodies.done(version=self._shard.version), ())
+        clock = 0 if self._pace is None else self._pace.enter(request.worker)
+        request.answer(Kind.DONE, bodies.done(version=self._shard.version, clock=clock), ())
+
+    def _new_pace(self, pacing: Pacing, shard: Shard) -> Pace:
+        pace = Pace(pacing, shard, self._answer_push, _fail)
+        for worker, is_done in self._departed.items():
+            pace.leave(worker, is_done=is_done)
+        return pace
 
     def _pull(self, request: Request) -> None:
         shard = self._whole_shard()
@@ -209,7 +237,7 @@ class Desk:
         request.answer(Kind.DONE, bodies.done(version=pulled.version), found)
 
     def _push(self, request: Request) -> None:
-        if self._held_until is not None and request.body["number"] > (self._up_to or {}).get(request.worker, 0):
+        if not all(hold.allows(request) for hold in self._holds.values()):
             self._deferred.append(request)
             return
         body, tensors = request.body, iter(request.tensors)
@@ -259,38 +287,41 @@ class Desk:
             self._applied[request.worker] = max(request.body["number"], self._applied.get(request.worker, 0))
 
     def _hold(self, request: Request) -> None:
-        self._held_until = time.monotonic() + HOLD_S
+        self._holds[request.worker] = _Hold(time.monotonic() + HOLD_S)
         lives = {str(worker): number for worker, number in self._applied.items()}
         request.answer(Kind.DONE, bodies.done(version=self._whole_shard().version, lives=lives), ())
 
     def _state(self, request: Request) -> None:
         self._whole_shard()
         try:
-            self._up_to = {int(worker): number for worker, number in request.body["up_to"].items()}
+            up_to = {int(worker): number for worker, number in request.body["up_to"].items()}
         except ValueError:
             raise ProtocolError("workers are numbers") from None
-        self._saving.append(request)
-        self._held_until = self._held_until or time.monotonic() + HOLD_S
+        hold = self._holds.get(request.worker)
+        if hold is None:  # it is over: this shard may have applied what others have not
+            why = f"nothing is held for longer than {HOLD_S:g} s, and the request for the state came after that"
+            request.answer(Kind.FAILED, {"why": why, "retry": True}, ())
+            return
+        hold.up_to, hold.saving = up_to, request
+        self._carry_out_deferred()
+
+    def _look_at_holds(self) -> None:
+        """Saves as soon as what other shards have applied is applied here too, or will never be; then goes on."""
+        for worker, hold in list(self._holds.items()):
+            is_late = time.monotonic() >= hold.until
+            is_there = all(self._applied.get(each, 0) >= number for each, number in hold.up_to.items())
+            if hold.saving is not None and (is_late or is_there):
+                self._try(hold.saving, self._answer_state)
+            elif not is_late:
+                continue
+            del self._holds[worker]
+            self._carry_out_deferred()
+
+    def _carry_out_deferred(self) -> None:
+        """Tries again what had to wait for holds."""
         deferred, self._deferred = self._deferred, []
         for each in deferred:
             self._carry_out(each)
-
-    def _look_at_hold(self) -> None:
-        """Saves as soon as what other shards have applied is applied here too, or will never be; then goes on."""
-        if self._held_until is None:
-            return
-        late = time.monotonic() >= self._held_until
-        wanted = self._up_to or {}
-        if self._saving and (late or all(self._applied.get(worker, 0) >= number for worker, number in wanted.items())):
-            saving, self._saving = self._saving, []
-            for each in saving:
-                self._try(each, self._answer_state)
-            late = True
-        if late:
-            self._held_until = self._up_to = None
-            deferred, self._deferred = self._deferred, []
-            for each in deferred:
-                self._carry_out(each)
 
     def _answer_state(self, request: Request) -> None:
         state = self._whole_shard().state_dict()
@@ -310,12 +341,12 @@ class Desk:
             request.answer(Kind.DONE, bodies.done(version=self._whole_shard().version), ())
             return
         shard, body = self._whole_shard(), request.body
-        pieces = list(shard.pieces.values())
-        shard.load_state_dict(state_of(pieces, self._num_optimizers(), body["version"], body["saved"], request.tensors))
+        pieces, number = self.all_pieces(), self._num_optimizers()
+        shard.load_state_dict(state_of(pieces, number, body["version"], body["saved"], request.tensors))
         self._lives = {worker: shard.admit(worker) for worker in self._lives}
         self._is_open = True
         if self._definition is not None:
-            self._pace = Pace(self._definition.pacing, shard, self._answer_push, _fail)
+            self._pace = self._new_pace(self._definition.pacing, shard)
             for worker in self._lives:
                 self._pace.enter(worker)
         request.answer(Kind.DONE, bodies.done(version=shard.version), ())
@@ -355,6 +386,8 @@ def _difference(one: _Definition, other: _Definition) -> str:
         return "variables are spread over other parameter servers"
     if [each.kind for each in one.optimizers] != [each.kind for each in other.optimizers]:
         return f"optimizers {[each.kind for each in one.optimizers]} and {[each.kind for each in other.optimizers]}"
+    if one.pacing.rates != other.pacing.rates:
+        return "rate_of gives other rates"
     if one.pacing != other.pacing:
         return f"consistency as {one.pacing} and {other.pacing}"
     return ""

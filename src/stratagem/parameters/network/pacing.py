@@ -1,13 +1,13 @@
 """The pace that workers of several machines keep with each other: who waits for whom, and which pushes are one update.
 
-Called in the thread of the desk. Every shard decides for itself: all workers push to all shards, so that clocks and
-rounds are the same in each, and whoever is slowest waits nowhere.
+Called in the thread of the desk. Every shard decides for itself: all workers push to all shards, and say how far they
+are, so that clocks and rounds are the same in each, and whoever is slowest waits nowhere.
 """
 
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 
@@ -30,12 +30,30 @@ class Pacing:
         num_gradients: How many pushes make one update; `None` if each makes its own.
         num_workers: How many workers take part in such updates.
         stall_s: How long a worker waits for others before that is an error.
+        rates: The factors of the learning rate of a push, by its staleness; the last one holds for all beyond. None
+            for 1.
     """
 
     max_ahead: int | None = None
     num_gradients: int | None = None
     num_workers: int = 1
     stall_s: float = 60.0
+    rates: tuple[float, ...] = ()
+
+    def rate_of(self, staleness: int) -> float:
+        """The factor of the learning rate of a push."""
+        return self.rates[min(staleness, len(self.rates) - 1)] if self.rates else 1.0
+
+    def to_body(self) -> list[Any]:
+        """As a field of a body."""
+        *numbers, rates = dataclasses.astuple(self)
+        return [*numbers, list(rates)]
+
+    @classmethod
+    def from_body(cls, field: Sequence[Any]) -> "Pacing":
+        """What a field of a body stands for."""
+        max_ahead, num_gradients, num_workers, stall_s, rates = field
+        return cls(max_ahead, num_gradients, num_workers, stall_s, tuple(rates))
 
 
 @final
@@ -81,11 +99,16 @@ class Pace:
         """Whether `look` is to be called now and then."""
         return bool(self._waiting)
 
-    def enter(self, worker: int) -> None:
-        """A worker takes part from now on: as far as the slowest of the others."""
+    def enter(self, worker: int) -> int:
+        """A worker takes part from now on.
+
+        Returns:
+            How far it is: as far as the slowest of the others.
+        """
         self._left.discard(worker)
         self._lost.discard(worker)
         self._clocks[worker] = min(self._clocks.values(), default=0)
+        return self._clocks[worker]
 
     def leave(self, worker: int, *, is_done: bool) -> None:
         """A worker takes part no longer; nobody waits for it.
@@ -94,9 +117,10 @@ class Pace:
             worker: Which.
             is_done: Whether it has done all that it had to.
         """
-        if self._clocks.pop(worker, None) is None:
-            return
+        self._clocks.pop(worker, None)
         self._waiting.pop(worker, None)
+        self._left.discard(worker)
+        self._lost.discard(worker)
         (self._left if is_done else self._lost).add(worker)
         self.look()
 
@@ -110,7 +134,7 @@ class Pace:
         if self._pacing.num_gradients is None:
             outcome = self._shard.push(push)
             if outcome.is_applied and push.worker in self._clocks:
-                self._clocks[push.worker] += 1
+                self._clocks[push.worker] = request.body["clock"]
             self._waiting[push.worker] = _Waiting(request, push, outcome, time.monotonic())
         elif not push.incarnation:
             self._answer(request, Outcome(Verdict.FENCED, self._shard.version, reason="it was declared lost"))

@@ -110,9 +110,8 @@ class ParameterServer:
             AddressError: The address is not one of this machine.
         """
         if self._router is None:
-            torch.optim.SGD(
-                [torch.zeros(1)]
-            )  # the first optimizer of a process takes a second; nobody waits for it yet
+            # The first optimizer of a process takes a second; now nobody waits for it.
+            torch.optim.SGD([torch.zeros(1)])
             listeners = listen(self.task, self._address, everywhere=self._everywhere)
             self._router = sockets.serving(self._context, listeners, self._door)
             self._desk.start()

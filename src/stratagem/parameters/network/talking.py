@@ -6,7 +6,7 @@ runs on half a model. What is asked is the client's.
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, final
 
 import zmq
@@ -67,6 +67,16 @@ class Talk:
                 if not self._thread.is_alive():
                     pending.fail(self._error or ClusterError(f"{self._name} does not talk to its servers"))
 
+    def finish(self, pendings: Mapping[int, Pending]) -> None:
+        """Sends requests and waits until all are answered.
+
+        Raises:
+            Exception: What the first has failed with.
+        """
+        self.ask(pendings)
+        self.wait(pendings)
+        raise_first(pendings.values())
+
     def close(self, *, is_done: bool) -> None:
         """Takes leave and gives everything back. A second time it does nothing."""
         if self._thread.is_alive():
@@ -124,3 +134,10 @@ class Talk:
                 poller.register(each, zmq.POLLIN | zmq.POLLOUT if wants_out else zmq.POLLIN)
         poller.poll(int(250 * self._heartbeat_s))
         self._bell.hear()
+
+
+def raise_first(pendings: Iterable[Pending]) -> None:
+    """Raises what the first that has failed has failed with."""
+    for pending in pendings:
+        if pending.error is not None:
+            raise pending.error
