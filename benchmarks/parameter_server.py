@@ -1,6 +1,7 @@
 """Compares the parameter server of one machine with Hogwild and with one on torch.distributed.rpc.
 
-Two workers and one shard, on 2 cores, a thread each; examples per second of the same models, in turns.
+Two workers and one shard, on 2 cores, a thread each, half a batch in each step of a worker; examples per second of
+the same models, in turns.
 Also what a step costs with a large table, and a plot of how the kinds of consistency fare when one of
 two workers is three times slower than the other.
 """
@@ -25,7 +26,7 @@ from torch import nn
 from torch.distributed import rpc
 
 import stratagem as sg
-from benchmarks.contender import train_step
+from benchmarks.contender import make_optimizer, train_step
 from benchmarks.measure import RESULTS
 from benchmarks.models import WORKLOADS
 from benchmarks.processes import run
@@ -44,9 +45,9 @@ _AGAINST_HOGWILD = {"mlp": 0.8, "cnn": 0.8, "transformer": 0.8}
 _AGAINST_RPC = {"mlp": 1.4, "wide": 2.0}
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of all contenders."""
-    return torch.optim.SGD(model.parameters(), lr=0.01)
+def part_of_batch(name: str, number: int) -> tuple[torch.Tensor, ...]:
+    """What a worker has of a batch, as in the benchmark of synchronous strategies."""
+    return tuple(each.chunk(NUM_WORKERS)[number] for each in WORKLOADS[name].make_batch())
 
 
 def alone_on_a_core(rank: int) -> None:
@@ -66,7 +67,7 @@ def with_stratagem(name: str, num_steps: int, **options: Any) -> float:
         with strategy.scope():
             model = workload.make_model()
             optimizer = make_optimizer(model)
-        batch = workload.make_batch()
+        batch = part_of_batch(name, 0)
 
         return _timed(strategy, train_step(workload, model, optimizer), batch, num_steps)
 
@@ -85,7 +86,7 @@ def _timed(strategy: sg.ParameterServerStrategy, step: Callable[..., Any], args:
 def _hogwild_worker(rank: int, name: str, model: nn.Module, num_steps: int, times: Any, barrier: Any) -> None:
     alone_on_a_core(rank)
     workload = WORKLOADS[name]
-    optimizer, batch = make_optimizer(model), workload.make_batch()
+    optimizer, batch = make_optimizer(model), part_of_batch(name, rank)
     for number in range(NUM_WARM_UP + num_steps):
         if number == NUM_WARM_UP:
             barrier.wait()
@@ -152,7 +153,7 @@ def _rpc_process(rank: int, name: str, num_steps: int, times: Any, barrier: Any,
     rpc.init_rpc(f"task{rank}", rank=rank, world_size=NUM_WORKERS + 1, rpc_backend_options=options)
     if rank < NUM_WORKERS:
         server, workload = f"task{NUM_WORKERS}", WORKLOADS[name]
-        model, batch = workload.make_model(), workload.make_batch()
+        model, batch = workload.make_model(), part_of_batch(name, rank)
         values = rpc.rpc_sync(server, RpcServer.fetch)
         for number in range(NUM_WARM_UP + num_steps):
             if number == NUM_WARM_UP:
@@ -328,7 +329,7 @@ def main() -> None:
         for model in MODELS:
             for contender in CONTENDERS if number % 2 == 0 else reversed(CONTENDERS):
                 rate = measure(contender, model, 2 * WORKLOADS[model].num_steps)
-                measured[model][contender].append(rate * len(WORKLOADS[model].make_batch()[0]))
+                measured[model][contender].append(rate * len(part_of_batch(model, 0)[0]))
         for name in _TABLES:
             tables[name].append(1000 / measure("table", name, 300))
     curves = {kind: measure("slow", kind, options.seconds) for kind in _KINDS}

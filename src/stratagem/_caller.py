@@ -4,18 +4,19 @@ Owns the walk up the stack past the frames of stratagem and torch; errors, warni
 """
 
 import contextlib
+import importlib.util
 import os
 import sys
 import warnings
 from pathlib import Path
 from typing import Final
 
-import torch
+_torch = importlib.util.find_spec("torch")  # the command line answers without importing it
 
 # contextlib stands between a `with` line and the generator that serves it.
 LIBRARIES: Final = (
     f"{Path(__file__).parent}{os.sep}",
-    f"{Path(torch.__file__).parent}{os.sep}",
+    f"{Path(_torch.origin).parent}{os.sep}" if _torch is not None and _torch.origin else os.devnull,
     contextlib.__file__,
 )
 

@@ -181,7 +181,10 @@ def _pinned(cores: tuple[int, ...]) -> Iterator[None]:
     if not hasattr(os, "sched_setaffinity"):  # macOS leaves cores to its scheduler
         yield
         return
-    before = {thread: os.sched_getaffinity(thread) for thread in _threads_of_this_process()}
+    before: dict[int, set[int]] = {}
+    for thread in _threads_of_this_process():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            before[thread] = os.sched_getaffinity(thread)
     own = os.sched_getaffinity(0)
     for thread in before:
         _move(thread, set(cores))

@@ -225,10 +225,17 @@ def _plain(key: str, value: Any) -> Plain:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, list | tuple) and all(isinstance(each, bool | int | float) for each in value):
-        return tuple(value)
-    if value is None or isinstance(value, bool | int | float | str):
+        return tuple(map(_builtin, value))
+    if value is None or isinstance(value, str):
         return value
+    if isinstance(value, bool | int | float):
+        return _builtin(value)
     raise ParameterError(
         f"an option of an optimizer on parameter servers is a number, a text or a tuple of numbers, "
         f"got {key}={value!r}; leave it at its default"
     )
+
+
+def _builtin(number: bool | int | float) -> bool | int | float:
+    """A number as one of Python's own: NumPy's look alike."""
+    return next(kind(number) for kind in (bool, int, float) if isinstance(number, kind))

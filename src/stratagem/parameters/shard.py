@@ -8,7 +8,7 @@ is applied whole or not at all, and at most once.
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -70,7 +70,8 @@ class Shard:
         for name, piece in self.pieces.items():
             _require_form(f"the first value of {name!r}", values.get(name), piece)
             self._values[name] = values[name].detach().clone()
-        self._optimizers = [_Applier(spec, self._values) for spec in optimizers]
+        sparse = {name for name, piece in self.pieces.items() if piece.variable.sparse}
+        self._optimizers = [_Applier(spec, self._values, sparse) for spec in optimizers]
         self._lives: dict[int, tuple[int, int]] = {}  # of each worker: its incarnation, its last push
         self._broken = ""
 
@@ -212,11 +213,17 @@ class Shard:
 class _Applier:
     """An optimizer over pieces, made of its description."""
 
-    def __init__(self, spec: OptimizerSpec, values: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, spec: OptimizerSpec, values: Mapping[str, torch.Tensor], sparse: Container[str]) -> None:
         if spec.kind not in OPTIMIZERS:
             raise ParameterError(
                 f"a parameter server cannot apply the optimizer {spec.kind!r}; it knows {', '.join(OPTIMIZERS)}"
             )
+        for names, options in spec.groups:
+            if options.get("momentum") and (name := next((each for each in names if each in sparse), None)):
+                raise ParameterError(
+                    f"{spec.kind} with momentum keeps a state of {name!r} that grows with all rows ever touched; use "
+                    f"SGD without momentum, Adagrad or SparseAdam for tables with sparse gradients"
+                )
         self._kind = OPTIMIZERS[spec.kind]
         self._step = inspect.unwrap(self._kind.step)
         self._names = [name for names, _ in spec.groups for name in names if name in values]

@@ -5,12 +5,12 @@ its own pace on its part of the data; an evaluator computes on its own. Which va
 `parameter_cluster_variables`' matter.
 """
 
+import atexit
 import contextlib
-import dataclasses
-import math
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Final, NoReturn, final
@@ -24,108 +24,22 @@ from stratagem.collectives.one_replica import OneReplica
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
 from stratagem.errors import StrategyError
-from stratagem.parameters.consistency import Async, BoundedStaleness, Consistency, RateOf, Synchronous
 from stratagem.parameters.network.client import ParameterClient
-from stratagem.parameters.network.compression import Compression
-from stratagem.parameters.network.pacing import Pacing
-from stratagem.parameters.network.serving import ParameterServer, chief_of
+from stratagem.parameters.network.requests import chief_of, number_of
+from stratagem.parameters.network.serving import ParameterServer
 from stratagem.parameters.network.states import StateOfAll
-from stratagem.parameters.partitioning import Partitioner
 from stratagem.replicas import values
 from stratagem.replicas.heap import keep_freed_memory, share_one_heap
 from stratagem.replicas.tracking import Tracker
 from stratagem.strategies import context
 from stratagem.strategies.context import ReplicaContext
+from stratagem.strategies.parameter_cluster_options import ClusterOptions
 from stratagem.strategies.parameter_cluster_variables import ClusterVariables
 from stratagem.strategies.random_numbers import seed_of
-from stratagem.strategies.replicated import require_seconds
 from stratagem.strategies.strategy import Strategy, require_call
 
 # So often threads of a ps task may take turns: the one for sockets must not wait for updates.
 _SWITCH_S: Final = 5e-4
-# Beyond that a rule for staleness gives what it gives for the last.
-_NUM_RATES: Final = 128
-
-
-@final
-@dataclasses.dataclass(frozen=True)
-class ClusterOptions:
-    """What all tasks of a training agree on, and how each behaves.
-
-    Args:
-        max_ahead: How many pushes a task may be ahead of the slowest; `None` for any.
-        rates: The factors of the learning rate of a push, by its staleness; none for 1.
-        backup_workers: Of synchronous steps: how many gradients may be missing; `None` where no steps are shared.
-        partitioner: Cuts large variables; by default none is cut.
-        compression: How gradients are made smaller on the wire.
-        on_nonfinite: What a gradient that is not finite does to its step: `skip` or `raise`.
-        join_timeout_s: How long to wait for servers and chief.
-        stall_timeout_s: How long a task waits for others that it may not be ahead of.
-        shares_memory: Whether servers on this machine get and give tensors through memory, not in frames.
-    """
-
-    max_ahead: int | None = None
-    rates: tuple[float, ...] = ()
-    backup_workers: int | None = None
-    partitioner: Partitioner | None = None
-    compression: Compression | None = None
-    on_nonfinite: str = "skip"
-    join_timeout_s: float = 60.0
-    stall_timeout_s: float = 60.0
-    shares_memory: bool = True
-
-    def __post_init__(self) -> None:
-        require_seconds(join_timeout_s=self.join_timeout_s, stall_timeout_s=self.stall_timeout_s)
-        if self.on_nonfinite not in ("skip", "raise"):
-            raise StrategyError(f"on_nonfinite is 'skip' or 'raise' between machines, got {self.on_nonfinite!r}")
-
-    @classmethod
-    def of(cls, *, consistency: Consistency | None = None, **options: Any) -> "ClusterOptions":
-        """Those that a program gave to `ParameterServerStrategy`.
-
-        Raises:
-            StrategyError: One of them has no meaning in a task of a cluster.
-        """
-        of_consistency = ("max_ahead", "rates", "backup_workers")
-        known = [each.name for each in dataclasses.fields(cls) if each.name not in of_consistency]
-        if wrong := next((name for name in options if name not in known), None):
-            raise StrategyError(
-                f"{wrong} goes with num_workers=; a task of a cluster takes consistency, {', '.join(known)}"
-            )
-        if consistency is not None and not isinstance(consistency, Async | BoundedStaleness | Synchronous):
-            raise StrategyError(
-                f"consistency is Async(), BoundedStaleness(k) or Synchronous(backup_workers=b), got {consistency!r}"
-            )
-        if isinstance(options.get("compression"), str):
-            options["compression"] = Compression(options["compression"])
-        rates = () if consistency is None or isinstance(consistency, Synchronous) else _rates(consistency.rate_of)
-        bound = consistency.max_staleness if isinstance(consistency, BoundedStaleness) else None
-        backups = consistency.backup_workers if isinstance(consistency, Synchronous) else None
-        return cls(bound, rates, backups, **options)
-
-    def pacing(self, num_workers: int) -> Pacing:
-        """The same for servers, given how many tasks train.
-
-        Raises:
-            StrategyError: There would be none whose gradients count.
-        """
-        if self.backup_workers is None:
-            return Pacing(self.max_ahead, stall_s=self.stall_timeout_s, rates=self.rates)
-        if self.backup_workers >= num_workers:
-            raise StrategyError(
-                f"backup_workers={self.backup_workers} leaves none of {num_workers} workers whose gradients count; "
-                f"have more workers"
-            )
-        return Pacing(None, num_workers - self.backup_workers, num_workers, self.stall_timeout_s)
-
-
-def _rates(rate_of: RateOf | None) -> tuple[float, ...]:
-    """What a rule gives: no code is sent to parameter servers, but numbers are."""
-    rates = tuple(float(rate_of(staleness)) for staleness in range(_NUM_RATES)) if rate_of is not None else ()
-    for staleness, rate in enumerate(rates):
-        if not (math.isfinite(rate) and rate >= 0):
-            raise StrategyError(f"rate_of gives a number from 0 up, got {rate} for a staleness of {staleness}")
-    return rates
 
 
 def task_of(resolver: Resolver | None, options: Mapping[str, Any]) -> "ClusterTask":
@@ -197,8 +111,9 @@ class ClusterTask(Strategy):
         self._closed_at: str | None = None
         self._seed, self._num_epochs = torch.initial_seed(), 0
         self._training = [task.name for task in self._spec.tasks if task.job in TRAINING]
-        self._pacing = options.pacing(len(self._training))
+        self._pacing = options.pacing([number_of(task) for task in self._training])
         self._client: ParameterClient | None = None
+        _open.add(self)
         if self._job != EVALUATOR:
             self._client = ParameterClient(
                 self._spec,
@@ -360,14 +275,19 @@ class ClusterTask(Strategy):
         if self._variables is not None:
             self._variables.require_same(self._tracker.take())
             return
-        variables = ClusterVariables(
-            self._client,
-            self._tracker.take(),
-            rank=self.replicas_here.start,
-            partitioner=self._options.partitioner,
-            on_nonfinite=self._options.on_nonfinite,
-        )
-        variables.define(is_chief=self.is_chief, state=self._restored, pacing=self._pacing)
+        made = self._tracker.take()
+        try:
+            variables = ClusterVariables(
+                self._client,
+                made,
+                rank=self.replicas_here.start,
+                partitioner=self._options.partitioner,
+                on_nonfinite=self._options.on_nonfinite,
+            )
+            variables.define(is_chief=self.is_chief, state=self._restored, pacing=self._pacing)
+        except BaseException:
+            self._tracker.put_back(made)
+            raise
         self._variables, self._restored = variables, None
 
     def _made(self) -> list[Any]:
@@ -387,3 +307,13 @@ class ClusterTask(Strategy):
     def _require_usable(self) -> None:
         if self._closed_at is not None:
             raise StrategyError(f"this strategy was closed at {self._closed_at}; make a new one")
+
+
+_open: "weakref.WeakSet[ClusterTask]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    error = getattr(sys, "last_value", None)  # what has ended the program, if anything
+    for task in list(_open):
+        task._end(is_done=error is None)

@@ -18,6 +18,7 @@ from stratagem.parameters.network.client import ParameterClient
 from stratagem.parameters.network.pacing import Pacing
 from stratagem.parameters.network.states import StateOfAll
 from stratagem.parameters.partitioning import Partitioner, make_plan
+from stratagem.parameters.shard import OPTIMIZERS
 from stratagem.parameters.updates import is_finite_gradient
 from stratagem.strategies import context
 from stratagem.strategies import parameter_cluster_keras as keras
@@ -74,22 +75,28 @@ class ClusterVariables:
             partitioner,
         )
         self._dense = {name: each for name, each in self._parameters.items() if id(each) not in self._sparse}
-        self._options: dict[int, tuple[dict[str, Plain], ...]] = {}
         self._nonfinite = NonFinite(on_nonfinite)
         self.version = 0
         self.num_pushes = 0
         self.num_dropped = 0
         self.weight = 1
-        self._fetched_at = 0
+        self._fetched_at: int | None = None
         self._hooks: list[Any] = []
         self._is_synchronous = False
         self.staleness: dict[int, int] = {}
 
     def define(self, *, is_chief: bool, state: StateOfAll | None, pacing: Pacing) -> None:
         """Agrees with the servers and all other tasks on the variables, and fetches their values."""
+        for each in self._optimizers:
+            _require_torchs(each)
         specs = [describe_optimizer(each, self._names) for each in self._optimizers]
         specs += [keras.described(each, self._names) for each in self._keras]
         self._is_synchronous = pacing.num_gradients is not None
+        if len(specs) > 1 and pacing.num_gradients not in (None, len(pacing.members)):
+            raise StrategyError(
+                "a worker that has missed a step would push for another optimizer than the rest; have one optimizer "
+                "with Synchronous(backup_workers=...), and a group for each kind of parameter"
+            )
         values = None
         if is_chief:
             values = {name: each.detach() for name, each in self._parameters.items()}
@@ -97,15 +104,16 @@ class ClusterVariables:
             self._fetch_before_saving(made=self._roots)
         self._client.define(self.plan, specs, values, state=state if is_chief else None, pacing=pacing)
         for number, optimizer in enumerate(self._optimizers):
-            self._options[number] = plain_options(optimizer)
             self._take_over(number, optimizer)
         for number, (each, spec) in enumerate(zip(self._keras, specs, strict=True) if self._keras else ()):
-            self._options[number] = tuple(dict(options) for _, options in spec.groups)
             keras.take_over(each, spec, self._names, functools.partial(self._push, number))
         for parameter, module in ((each.weight, each) for each in self._sparse.values()):
             name = self._names[id(parameter)]
             fetch = functools.partial(_fetch_rows, self._client, name)
-            self._hooks.append(module.register_forward_pre_hook(fetch))
+            self._hooks.append(module.register_forward_pre_hook(fetch, with_kwargs=True))
+        loaded: list[Any] = [*self._roots, *self._optimizers]
+        for holder in loaded:
+            self._hooks.append(holder.register_load_state_dict_pre_hook(_refuse_to_load))
         self.pull()
 
     def require_same(self, made: Sequence[Any]) -> None:
@@ -124,12 +132,14 @@ class ClusterVariables:
 
     def pull(self) -> None:
         """Fetches the values of all variables that are not sparse."""
+        self._fetched_at = None
         outcomes = self._client.wait(self._client.pull(self._dense))
         self.version = max((each.version for each in outcomes), default=0)
         torch.autograd.graph.increment_version(list(self._dense.values()))
 
     def pull_all(self) -> None:
         """Fetches the values of all variables, sparse ones too: to evaluate or to save."""
+        self._fetched_at = None
         self._client.wait(self._client.pull(self._parameters))
         torch.autograd.graph.increment_version(list(self._parameters.values()))
 
@@ -222,11 +232,9 @@ class ClusterVariables:
             if not self._is_synchronous:
                 return
             gradients = {}  # the others wait for this task
-        news = options if options != self._options[number] else None
-        pushed = self._client.push(gradients, optimizer=number, weight=weight, options=news, into=self._dense)
+        # The options with each of them: those of other workers may be others.
+        pushed = self._client.push(gradients, optimizer=number, weight=weight, options=options, into=self._dense)
         outcomes = self._client.wait(pushed)
-        if all(each.is_applied for each in outcomes):  # else some servers still have the old ones
-            self._options[number] = options
         torch.autograd.graph.increment_version(list(self._dense.values()))
         self._judge(outcomes)
 
@@ -246,10 +254,19 @@ class ClusterVariables:
             raise ParameterError(f"a parameter server refused push {self.num_pushes}: {bad.reason}")
 
 
-def _fetch_rows(client: ParameterClient, name: str, module: torch.nn.Embedding, inputs: tuple[Any, ...]) -> None:
+def _refuse_to_load(*_: Any) -> None:
+    raise StrategyError(
+        "load_state_dict() comes before the first run, or when the strategy is closed: in between the values are those "
+        "of the parameter servers. Start all tasks again to go back"
+    )
+
+
+def _fetch_rows(
+    client: ParameterClient, name: str, module: torch.nn.Embedding, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> None:
     """Fetches the rows of a sparse embedding that a forward pass will read."""
     weight = module.weight
-    rows = inputs[0].detach().reshape(-1).to("cpu", torch.int64)
+    rows = (inputs[0] if inputs else named["input"]).detach().reshape(-1).to("cpu", torch.int64)
     client.wait(client.pull({name: weight}, {name: rows}))
     torch.autograd.graph.increment_version(weight)
 
@@ -281,6 +298,16 @@ def _readable(state: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in state.items()
         if value is not None
     }
+
+
+def _require_torchs(optimizer: torch.optim.Optimizer) -> None:
+    """Servers know optimizers by name: one of another class must not be taken for torch's."""
+    kind = type(optimizer)
+    if kind is not OPTIMIZERS.get(kind.__name__):
+        raise ParameterError(
+            f"parameter servers apply torch's own {', '.join(OPTIMIZERS)}, got {kind.__module__}.{kind.__qualname__}, "
+            f"whose code they do not have; use one of them"
+        )
 
 
 def _require_known(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:

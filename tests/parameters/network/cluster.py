@@ -24,13 +24,25 @@ class Cluster(contextlib.ExitStack):
         ports = [f"127.0.0.1:{port}" for port in free_ports(num_ps + num_workers)]
         self.spec = {"worker": ports[:num_workers], "ps": ports[num_workers:]}
         self.servers = [ParameterServer(self.spec, index, **options) for index in range(num_ps)]
-        self._threads = [threading.Thread(target=server.serve, daemon=True) for server in self.servers]
-        for server, thread in zip(self.servers, self._threads, strict=True):
-            self.callback(server.close)
-            server.start()
-            thread.start()
-            self.callback(thread.join, PATIENCE_S)
-            self.callback(server.stop)
+        self._options = options
+        self._threads = [self._started(server) for server in self.servers]
+
+    def _started(self, server: ParameterServer) -> threading.Thread:
+        thread = threading.Thread(target=server.serve, daemon=True)
+        self.callback(server.close)
+        server.start()
+        thread.start()
+        self.callback(thread.join, PATIENCE_S)
+        self.callback(server.stop)
+        return thread
+
+    def renew(self, index: int) -> None:
+        """Puts a server that knows nothing in the place of one."""
+        self.servers[index].stop()
+        self._threads[index].join(PATIENCE_S)
+        self.servers[index].close()
+        self.servers[index] = ParameterServer(self.spec, index, **self._options)
+        self._threads[index] = self._started(self.servers[index])
 
     @property
     def port(self) -> int:

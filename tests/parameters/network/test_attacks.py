@@ -18,7 +18,7 @@ import zmq
 
 from stratagem.cluster import token as tokens
 from stratagem.errors import ParameterServerLostError, StratagemError
-from stratagem.parameters.contract import Variable, describe_optimizer
+from stratagem.parameters.contract import OptimizerSpec, Variable, describe_optimizer
 from stratagem.parameters.network import bodies, door, frames, sockets
 from stratagem.parameters.network.client import ParameterClient
 from stratagem.parameters.network.frames import Greeting, Kind
@@ -166,7 +166,8 @@ def test_push_of_a_worker_that_lies_changes_nothing(
         (Kind.PUSH, {**PUSH, "gradients": [["2.bias", 2**40, ""]]}),
         (Kind.PUSH, {**PUSH, "gradients": [["2.bias", None, "zip"]]}),
         (Kind.PULL, {"names": None, "rows": [["2.bias", 2**60]]}),
-        (Kind.LOAD, {"version": 1, "saved": [[0, "nothing", "x", "like"]]}),
+        (Kind.LOAD, {"version": 1, "saved": [[0, "x", "like", [4]]]}),
+        (Kind.LOAD, {"version": 1, "saved": [[0, "x", "like", [0] * 100]]}),
     ],
 )
 def test_sizes_that_a_shard_does_not_have_are_refused(
@@ -359,6 +360,28 @@ def test_reader_that_never_reads_is_dropped_and_nobody_waits_for_it(new_cluster:
     client.wait(client.pull(large))
 
 
+def test_reader_that_is_slow_gets_all_in_the_end(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(heartbeat_s=0.01, num_missed=1000)
+    client = cluster.worker(0)
+    large = {"large": torch.arange(16 * 2**20, dtype=torch.float32)}
+    plan = make_plan([Variable("large", (16 * 2**20,), torch.float32)], 1)
+    client.define(plan, [OptimizerSpec("SGD", ((("large",), {"lr": 0.1}),))], large)
+    (session,) = cluster.servers[0]._sessions.values()
+    with Attacker(cluster.spec, queue=1) as reader:
+        reader.attach(1)
+        reader.ask(Kind.PULL, {"names": None, "rows": []}, 2)
+        slow = next(each for each in list(cluster.servers[0]._sessions.values()) if each is not session)
+        assert eventually(lambda: slow.has_frames)
+        time.sleep(1.0)  # a hundred signs of life, for which there is no room
+        assert reader.answer()[0] == Kind.DONE
+        got = bytearray()
+        while len(got) < large["large"].nbytes:
+            kind, content = reader.answer()
+            assert kind == Kind.DATA
+            got += content
+    assert torch.equal(torch.frombuffer(got, dtype=torch.float32), large["large"])
+
+
 def test_sender_that_never_sends_what_it_announced_is_dropped(new_cluster: NewCluster) -> None:  # A15
     cluster = new_cluster(slow_reader_s=0.3)
     trainer = in_use(cluster)
@@ -376,7 +399,7 @@ def definition(trainer: Trainer) -> dict[str, object]:
         **bodies.plan_to_body(trainer.plan),
         "shard": 0,
         "optimizers": [bodies.optimizer_to_body(trainer.spec)],
-        "pacing": [None, None, 1, 60.0, []],
+        "pacing": [None, None, [], 60.0, []],
         "has_values": False,
         "is_open": True,
     }

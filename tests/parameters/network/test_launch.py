@@ -45,3 +45,30 @@ def test_worker_that_always_dies_ends_the_run(tmp_path: Path) -> None:  # F15
     assert done.stderr.count("worker/1 was killed by SIGKILL") >= 3
     assert starts(tmp_path)["worker-1"] == 3
     assert starts(tmp_path)["ps-0"] == 1
+
+
+def test_worker_that_ends_without_closing_its_strategy_has_left(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("""
+import torch
+import stratagem as sg
+
+strategy = sg.ParameterServerStrategy(consistency=sg.Synchronous())
+with strategy.scope():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+for _ in range(3 + 2 * strategy.input_pipeline[1]):
+    strategy.run(step)
+print(f"{strategy.task} ends at version {strategy.version}")
+""")
+    command = [sys.executable, "-m", "stratagem", "run", "--workers", "2", "--ps", "1", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "worker/0 ends at version 3" in done.stdout
+    assert "worker/1 ends at version 5" in done.stdout

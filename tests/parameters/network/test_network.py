@@ -1,6 +1,7 @@
 """Workers and parameter servers over real sockets of loopback, servers in threads of this process."""
 
 import contextlib
+import dataclasses
 import socket
 import threading
 import time
@@ -18,15 +19,16 @@ from stratagem.errors import (
     ClusterTimeoutError,
     HandshakeError,
     ParameterError,
+    ParameterServerLostError,
 )
-from stratagem.parameters.contract import Variable, Verdict, describe_optimizer
-from stratagem.parameters.network import desk
+from stratagem.parameters.contract import OptimizerSpec, Variable, Verdict, describe_optimizer
+from stratagem.parameters.network import bodies, holding
 from stratagem.parameters.network.client import ParameterClient
 from stratagem.parameters.network.compression import Compression
 from stratagem.parameters.network.connection import Pending, RetryError
 from stratagem.parameters.network.frames import Kind
 from stratagem.parameters.network.serving import ParameterServer
-from stratagem.parameters.network.states import StateOfAll
+from stratagem.parameters.network.states import StateOfAll, described
 from stratagem.parameters.partitioning import make_plan
 from tests.parameters.network.cluster import PATIENCE_S, Cluster, Trainer, same
 
@@ -234,12 +236,147 @@ def test_hold_of_a_task_that_is_gone_ends_with_it(new_cluster: NewCluster) -> No
 
 def test_state_is_of_one_moment_or_asked_for_again(new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = new_cluster().trainer(0)
-    monkeypatch.setattr(desk, "HOLD_S", 0.0)
+    monkeypatch.setattr(holding, "HOLD_S", 0.0)
     held(trainer)
     trainer.step(1)
     assert isinstance(state_at(trainer, {}).error, RetryError)
     monkeypatch.undo()
     assert trainer.client.state().version == 1
+
+
+def pushed_to(trainer: Trainer, shard: int) -> None:
+    """Lets a push come to one server alone."""
+    body = {
+        **{"number": 1, "version": 0, "clock": 1, "optimizer": 0, "weight": 1, "options": None},
+        **{"gradients": [], "assigned": [], "then_pull": False, "is_shared": False},
+    }
+    trainer.client._talk.finish({shard: Pending(Kind.PUSH, body)})
+
+
+def test_state_without_a_push_that_one_server_alone_has_is_none(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = new_cluster(num_ps=2)
+    saver, pusher = cluster.trainer(0), cluster.trainer(1)
+    monkeypatch.setattr(holding, "HOLD_S", 0.05)
+    pushed_to(pusher, 0)
+    with pytest.raises(ClusterTimeoutError, match="a push that others have applied has not come, within 0.05 s"):
+        saver.client.state()
+    monkeypatch.setattr(holding, "HOLD_S", 1000.0)
+    pusher.client.close()  # who has died will not push it any more
+    assert saver.client.state().version == 1
+
+
+def test_push_that_had_to_wait_is_applied_also_when_its_worker_has_left(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    saver, pusher = cluster.trainer(0), cluster.trainer(1)
+    held(saver)
+    pusher.client.push(pusher.gradients(1))
+    saver.pull()
+    pusher.client.close(is_done=True)
+    assert state_at(saver, {"2": 1}).answer["version"] == 1
+    again = cluster.trainer(1)
+    assert [each.version for each in again.step(2)] == [2]
+
+
+def test_worker_that_is_back_before_its_last_push_was_applied_goes_on_without_it(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    saver, pusher = cluster.trainer(0), cluster.trainer(1)
+    held(saver)
+    pusher.client.push(pusher.gradients(1))
+    saver.pull()
+    pusher.client.close()
+    again = cluster.trainer(1)
+    assert state_at(saver, {}).answer["version"] == 0
+    assert [each.version for each in again.step(2)] == [1]
+
+
+def test_servers_of_which_some_were_started_anew_are_refused(new_cluster: NewCluster) -> None:  # F14
+    cluster = new_cluster(num_ps=2)
+    first = cluster.trainer(0)
+    first.step(1)
+    state = first.client.state()
+    first.client.close()
+    cluster.renew(0)
+    chief = Trainer(cluster.worker(0), 2)
+    with pytest.raises(ParameterServerLostError, match="ps/0 has been started anew, and ps/1 still has what it was"):
+        chief.define(state=state)
+    chief.client.close()
+    cluster.renew(1)
+    chief = Trainer(cluster.worker(0), 2)
+    chief.define(state=state)
+    assert [each.version for each in chief.step(2)] == [2, 2]
+
+
+def test_servers_may_come_one_long_after_the_other(token_file: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        hasty = {"heartbeat_s": 0.1, "num_missed": 10}
+        cluster = stack.enter_context(Cluster(num_ps=2, num_workers=1, **hasty))
+        cluster.servers[1].stop()
+        cluster.servers[1].close()
+        late = threading.Timer(2.0, cluster.renew, [1])
+        late.start()
+        stack.callback(late.join, PATIENCE_S)
+        trainer = cluster.trainer(0, **hasty)
+        assert [each.version for each in trainer.step(1)] == [1, 1]
+
+
+def test_server_that_has_a_table_alone_tells_its_version_too(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_ps=2)
+    values = {"a": torch.zeros(3), "table": torch.zeros(4, 2)}
+    plan = make_plan([Variable("a", (3,), torch.float32), Variable("table", (4, 2), torch.float32, sparse=True)], 2)
+    assert sorted(len(pieces) for pieces in plan.shards) == [1, 1]
+    spec = OptimizerSpec("SGD", ((("a", "table"), {"lr": 1.0}),))
+    for index in range(2):
+        client = cluster.worker(index)
+        client.define(plan, [spec], values if index == 0 else None)
+        client.wait(client.pull({"a": values["a"]}))
+        for _ in range(2):
+            outcomes = client.wait(client.push({"a": torch.ones(3)}, into={"a": values["a"]}))
+            assert [each.staleness for each in outcomes] == [0, 0]
+
+
+def test_state_of_numbers_in_double_precision_is_saved(new_cluster: NewCluster) -> None:
+    value = torch.nn.Parameter(torch.ones(3))
+    spec = describe_optimizer(torch.optim.Adam([value]), {id(value): "a"})
+    client = new_cluster().worker(0)
+    torch.set_default_dtype(torch.float64)  # Adam counts its steps in it
+    try:
+        client.define(make_plan([Variable("a", (3,), torch.float32)], 1), [spec], {"a": value.detach()})
+        client.wait(client.push({"a": torch.ones(3, dtype=torch.float32)}))
+        (kept,) = client.state().optimizers
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (kept["a"]["step"].dtype, kept["a"]["step"].item()) == (torch.float64, 1)
+
+
+def test_state_of_another_shape_is_refused_with_its_name(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    trainer = cluster.trainer(0)
+    trainer.step(1)
+    state = trainer.client.state()
+    small = dataclasses.replace(state, values={**state.values, "2.weight": torch.zeros(2, 4)})
+    with pytest.raises(ParameterError, match=r"the value of '2\.weight' in the state is torch\.float32 \(2, 4\)"):
+        small.divided(trainer.plan, 1)
+    kept = {name: dict(own) for name, own in state.optimizers[0].items()}
+    kept["2.bias"]["momentum_buffer"] = torch.zeros(3)
+    with pytest.raises(ParameterError, match=r"'momentum_buffer' of '2\.bias' in the state"):
+        dataclasses.replace(state, optimizers=(kept,)).divided(trainer.plan, 1)
+
+
+def test_table_with_momentum_is_refused(new_cluster: NewCluster) -> None:
+    plan = make_plan([Variable("table", (4, 2), torch.float32, sparse=True)], 1)
+    spec = OptimizerSpec("SGD", ((("table",), {"lr": 1.0, "momentum": 0.9}),))
+    with pytest.raises(ParameterError, match="SGD with momentum keeps a state of 'table' that grows"):
+        new_cluster().worker(0).define(plan, [spec], {"table": torch.zeros(4, 2)})
+
+
+def test_description_of_a_state_of_many_variables_fits_into_a_frame() -> None:
+    plan = make_plan([Variable(f"layers.{number}.weight", (2,), torch.float32) for number in range(20_000)], 1)
+    kept = {each.name: {"step": torch.ones(()), "exp_avg": torch.ones(2)} for each in plan.variables}
+    saved, tensors = described(plan.shards[0], [kept])
+    bodies.encode(Kind.LOAD, {"version": 1, "saved": saved})
+    assert len(tensors) == 40_000
 
 
 def test_compressed_gradients_train_too(new_cluster: NewCluster) -> None:

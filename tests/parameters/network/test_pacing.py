@@ -13,10 +13,11 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ParameterError
-from stratagem.parameters.contract import OptimizerSpec, Push, Variable, Verdict
+from stratagem.parameters.contract import OptimizerSpec, Push, Rows, Variable, Verdict
+from stratagem.parameters.network import pacing
 from stratagem.parameters.network.frames import Kind
 from stratagem.parameters.network.pacing import Pace, Pacing
-from stratagem.parameters.network.requests import Request
+from stratagem.parameters.network.requests import Request, number_of
 from stratagem.parameters.partitioning import make_plan
 from stratagem.parameters.shard import Shard
 from tests.parameters.network.cluster import PATIENCE_S, Cluster, Trainer, same
@@ -31,6 +32,12 @@ def beside() -> Iterator[Callable[..., "Future[Any]"]]:
     """Calls something in a thread of its own."""
     with ThreadPoolExecutor(4) as pool:
         yield pool.submit
+
+
+def together(num_workers: int, num_gradients: int | None = None) -> Pacing:
+    """Steps of workers 0 to n - 1 together, each with all of their gradients or some."""
+    members = tuple(number_of(f"worker/{index}") for index in range(num_workers))
+    return Pacing(num_gradients=num_gradients or num_workers, members=members)
 
 
 def paced(cluster: Cluster, index: int, pacing: Pacing, **options: Any) -> Trainer:
@@ -68,8 +75,7 @@ def test_wait_for_a_worker_that_does_nothing_ends_with_its_name(new_cluster: New
 
 def test_synchronous_step_is_one_update_of_all_and_ends_with_a_lost_worker(new_cluster: NewCluster) -> None:
     cluster = new_cluster(num_ps=2)
-    pacing = Pacing(num_gradients=2, num_workers=2)
-    one, other = (paced(cluster, index, pacing) for index in range(2))
+    one, other = (paced(cluster, index, together(2)) for index in range(2))
     with beside() as call:
         pushes = [call(one.step, 1, weight=3), call(other.step, 2, weight=1)]
         assert {each.version for push in pushes for each in push.result(PATIENCE_S)} == {1}
@@ -82,9 +88,8 @@ def test_synchronous_step_is_one_update_of_all_and_ends_with_a_lost_worker(new_c
 
 def test_worker_that_left_before_the_first_step_is_not_waited_for(new_cluster: NewCluster) -> None:
     cluster = new_cluster(num_ps=2, num_workers=4)
-    pacing = Pacing(num_gradients=4, num_workers=4)
     cluster.worker(3).close(is_done=True)  # before there are variables
-    trainers = [paced(cluster, index, pacing) for index in range(2)]
+    trainers = [paced(cluster, index, together(4)) for index in range(2)]
     gone = cluster.worker(2)
     with beside() as call:
         pushes = [call(each.step, 1) for each in trainers]
@@ -95,7 +100,7 @@ def test_worker_that_left_before_the_first_step_is_not_waited_for(new_cluster: N
 def test_worker_that_was_lost_before_the_first_step_is_named(new_cluster: NewCluster) -> None:
     cluster = new_cluster()
     cluster.worker(1).close()
-    trainer = paced(cluster, 0, Pacing(num_gradients=2, num_workers=2))
+    trainer = paced(cluster, 0, together(2))
     with pytest.raises(ParameterError, match=r"worker/1 is lost, and each step needs the gradients of 2 workers"):
         trainer.step(1)
 
@@ -135,7 +140,7 @@ def test_worker_that_comes_while_a_push_is_on_its_way_is_as_far_in_all_servers()
 
 def test_slowest_gradient_is_dropped_where_there_is_a_backup(new_cluster: NewCluster) -> None:
     cluster = new_cluster(num_workers=3)
-    trainers = [paced(cluster, index, Pacing(num_gradients=2, num_workers=3)) for index in range(3)]
+    trainers = [paced(cluster, index, together(3, 2)) for index in range(3)]
     late = trainers[2].gradients(7)
     with beside() as call:
         for push in [call(each.step, 1) for each in trainers[:2]]:
@@ -147,6 +152,36 @@ def test_slowest_gradient_is_dropped_where_there_is_a_backup(new_cluster: NewClu
         trainers[0].client.close()  # and one may be lost
         for push in [call(each.step, 2) for each in trainers[1:]]:
             assert [each.verdict for each in push.result(PATIENCE_S)] == [Verdict.APPLIED]
+
+
+def test_worker_that_is_no_member_changes_nothing_for_the_others(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    trainers = [paced(cluster, index, together(2)) for index in range(2)]
+    cluster.spec["worker"].append("127.0.0.1:1")
+    for is_done in (False, True):
+        cluster.worker(2).close(is_done=is_done)
+    with beside() as call:
+        first = call(trainers[0].step, 1)
+        trainers[1].pull()
+        assert not first.done()
+        assert [each.version for each in trainers[1].step(1)] == [1]
+        first.result(PATIENCE_S)
+
+
+def test_one_that_is_lost_and_one_that_is_done_leave_the_last_to_go_on(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(num_workers=3)
+    trainers = [paced(cluster, index, together(3, 2)) for index in range(3)]
+    trainers[1].client.close(is_done=True)
+    trainers[2].client.close()
+    for number in (1, 2):
+        assert [each.version for each in trainers[0].step(number)] == [number]
+
+
+def test_whole_gradient_and_rows_of_one_variable_are_refused_in_any_order() -> None:
+    whole, rows = torch.ones(3, 2), Rows(torch.tensor([1]), torch.ones(1, 2))
+    for parts in ([(whole, 0.5), (rows, 0.5)], [(rows, 0.5), (whole, 0.5)]):
+        with pytest.raises(ParameterError, match="a whole gradient and rows"):
+            pacing._sum(parts)
 
 
 def test_rate_of_a_push_follows_its_staleness(new_cluster: NewCluster) -> None:
@@ -170,10 +205,9 @@ def test_rows_of_several_workers_are_one_update(new_cluster: NewCluster) -> None
     table = torch.zeros(6, 2)
     plan = make_plan([Variable("table", (6, 2), torch.float32, sparse=True)], 1)
     spec = OptimizerSpec("SGD", ((("table",), {"lr": 1.0}),))
-    pacing = Pacing(num_gradients=2, num_workers=2)
     clients = [cluster.worker(index) for index in range(2)]
     for index, client in enumerate(clients):
-        client.define(plan, [spec], {"table": table} if index == 0 else None, pacing=pacing)
+        client.define(plan, [spec], {"table": table} if index == 0 else None, pacing=together(2))
     rows = [torch.sparse_coo_tensor([own], torch.ones(2, 2), (6, 2), check_invariants=True) for own in ([1, 4], [4, 5])]
     with beside() as call:
         handles = [client.push({"table": own}, weight=2) for client, own in zip(clients, rows, strict=True)]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,10 +14,11 @@ from torch import nn
 import stratagem as sg
 from stratagem import _env
 from stratagem.cluster import TFConfigResolver
-from stratagem.errors import StratagemWarning, StrategyError
+from stratagem.errors import ParameterError, StratagemWarning, StrategyError
 from stratagem.parameters.consistency import Async, BoundedStaleness, Synchronous
 from stratagem.parameters.network.pacing import Pacing
-from stratagem.strategies.parameter_cluster import ClusterOptions, ClusterTask
+from stratagem.strategies.parameter_cluster import ClusterTask
+from stratagem.strategies.parameter_cluster_options import ClusterOptions
 from tests.parameters.network.cluster import Cluster
 
 NewCluster = Callable[..., Cluster]
@@ -182,6 +184,96 @@ def test_step_outside_of_a_run_and_a_scope_without_optimizer_are_refused(new_clu
         strategy.run(lambda: None)
 
 
+def make_scalar(strategy: Any, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any) -> tuple[Any, Any]:
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        return model, kind(model.parameters(), **{"lr": 1.0, **options})
+
+
+def falling(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A step in which the weight falls by the learning rate."""
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def test_each_push_is_applied_with_the_rate_of_its_own_worker(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    with task(cluster) as one, task(cluster, index=1) as other:
+        (model, optimizer), (theirs, their_optimizer) = make_scalar(one), make_scalar(other, lr=0.25)
+        one.run(falling(model, optimizer))
+        other.run(falling(theirs, their_optimizer))
+        one.run(falling(model, optimizer))
+        assert model.weight.item() == -2.25
+        optimizer.param_groups[0]["lr"] = np.float64(0.5)  # as schedulers of NumPy's numbers make it
+        one.run(falling(model, optimizer))
+        assert model.weight.item() == -2.75
+
+
+def test_chief_that_has_not_pushed_saves_what_the_servers_have(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    with task(cluster) as chief, task(cluster, index=1) as other:
+        model, optimizer = make_scalar(chief, momentum=0.5)
+        chief.run(lambda: None)
+        theirs = falling(*make_scalar(other, momentum=0.5))
+        other.run(theirs)
+        assert model.state_dict()["weight"].item() == -1
+        assert optimizer.state_dict()["state"][0]["momentum_buffer"].item() == 1
+        other.run(theirs)
+        chief.pull()
+        assert model.state_dict()["weight"].item() == -2.5
+        assert optimizer.state_dict()["state"][0]["momentum_buffer"].item() == 1.5
+
+
+def test_weights_are_loaded_before_the_first_run_or_when_it_is_over(new_cluster: NewCluster) -> None:
+    with task(new_cluster(num_workers=1)) as strategy:
+        model, optimizer = make_scalar(strategy)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        model.load_state_dict(saved[0])
+        strategy.run(falling(model, optimizer))
+        for holder, state in zip((model, optimizer), saved, strict=True):
+            with pytest.raises(StrategyError, match=r"load_state_dict\(\) comes before the first run"):
+                holder.load_state_dict(state)
+    model.load_state_dict(saved[0])
+    assert model.weight.item() == 0
+
+
+def test_optimizers_that_servers_do_not_have_are_refused(new_cluster: NewCluster) -> None:
+    own = type("SGD", (torch.optim.SGD,), {})
+    with task(new_cluster(num_workers=1)) as strategy:
+        model, optimizer = make_scalar(strategy, own)
+        for _ in range(2):  # and the second time it is said again
+            with pytest.raises(ParameterError, match=r"apply torch's own SGD, .*, got tests\..*SGD, whose code"):
+                strategy.run(lambda: None)
+    with task(new_cluster(), consistency=Synchronous(1)) as strategy:
+        model, optimizer = make_scalar(strategy)
+        with strategy.scope():
+            optimizer = optimizer, torch.optim.SGD(model.parameters())
+        with pytest.raises(StrategyError, match="have one optimizer with Synchronous"):
+            strategy.run(lambda: None)
+
+
+def test_sparse_embedding_may_be_called_by_name(new_cluster: NewCluster) -> None:
+    with task(new_cluster(num_workers=1)) as strategy:
+        with strategy.scope():
+            table = nn.Embedding(5, 2, sparse=True)
+            optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+
+        def step() -> None:
+            table(input=torch.tensor([3])).sum().backward()
+            optimizer.step()
+
+        before = table.weight[3].detach().clone()
+        strategy.run(step)
+        strategy.pull()
+        torch.testing.assert_close(table.weight[3].detach(), before - 1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -200,13 +292,13 @@ def test_options_without_meaning_in_a_task_are_refused(options: dict[str, Any], 
 
 def test_options_are_translated() -> None:
     options = ClusterOptions.of(consistency=BoundedStaleness(2), compression="bf16")
-    assert options.pacing(3) == Pacing(max_ahead=2)
+    assert options.pacing([1, 2, 3]) == Pacing(max_ahead=2)
     assert options.compression == sg.Compression("bf16")
-    assert ClusterOptions.of(consistency=Synchronous(1)).pacing(3) == Pacing(None, 2, 3)
-    rates = ClusterOptions.of(consistency=Async(rate_of=lambda staleness: 1 / (1 + staleness))).pacing(3).rates
+    assert ClusterOptions.of(consistency=Synchronous(1)).pacing([1, 2, 3]) == Pacing(None, 2, (1, 2, 3))
+    rates = ClusterOptions.of(consistency=Async(rate_of=lambda staleness: 1 / (1 + staleness))).pacing([1, 2, 3]).rates
     assert rates[:3] == (1.0, 1 / 2, 1 / 3)
     with pytest.raises(StrategyError, match="leaves none of 2 workers"):
-        ClusterOptions.of(consistency=Synchronous(2)).pacing(2)
+        ClusterOptions.of(consistency=Synchronous(2)).pacing([1, 2])
 
 
 def test_task_is_a_parameter_server_strategy_and_says_what_it_cannot_do(new_cluster: NewCluster) -> None:

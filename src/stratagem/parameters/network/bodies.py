@@ -19,7 +19,7 @@ from stratagem.parameters.network.frames import MOST_PAYLOAD_BYTES, MOST_SHARD_B
 __all__ = ["Body", "decode", "done", "encode", "shortened"]
 
 _MOST_DIMENSIONS: Final = 64
-_DTYPES: Final = {
+DTYPES: Final = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
@@ -70,18 +70,19 @@ def _options(value: Any) -> bool:
     return isinstance(value, dict) and all(map(is_text, value)) and all(map(_plain, value.values()))
 
 
-_VARIABLE: Final = _row_of(is_text, _list_of(_count), _DTYPES.__contains__, is_flag, is_flag)
+_VARIABLE: Final = _row_of(is_text, _list_of(_count), DTYPES.__contains__, is_flag, is_flag)
 _OPTIMIZER: Final = _row_of(is_text, _list_of(_row_of(_list_of(is_text), _options)))
 LIKE: Final = "like"
-SCALAR: Final = "scalar"
 
 
 def _form(value: Any) -> bool:
-    """Of a part of an optimizer's state: a tensor as its variable, one with one number, or a plain number."""
-    return value in (LIKE, SCALAR) or (type(value) in (bool, int, float) and math.isfinite(value))
+    """Of a part of an optimizer's state: a tensor as its variable, one number in a tensor of a dtype, or a number."""
+    if isinstance(value, str):
+        return value == LIKE or value in DTYPES
+    return type(value) in (bool, int, float) and math.isfinite(value)
 
 
-_SAVED: Final = _list_of(_row_of(_count, is_text, is_text, _form))
+_SAVED: Final = _list_of(_row_of(_count, is_text, _form, _list_of(_count)))
 
 _FIELDS: Final[dict[Kind, dict[str, Check]]] = {
     Kind.ATTACH: {
@@ -99,7 +100,7 @@ _FIELDS: Final[dict[Kind, dict[str, Check]]] = {
         "shards": _list_of(_list_of(_row_of(_count, _count, _count))),
         "shard": _count,
         "optimizers": _list_of(_OPTIMIZER),
-        "pacing": _row_of(_maybe(_count), _maybe(_count), _count, _seconds, _list_of(_rate)),
+        "pacing": _row_of(_maybe(_count), _maybe(_count), _list_of(_count), _seconds, _list_of(_rate)),
         "has_values": is_flag,
         "is_open": is_flag,
     },
@@ -188,7 +189,7 @@ def plan_from_body(body: Body) -> ShardPlan:
         ProtocolError: They describe none.
     """
     variables = tuple(
-        Variable(name, tuple(shape), _DTYPES[dtype], sparse, trained)
+        Variable(name, tuple(shape), DTYPES[dtype], sparse, trained)
         for name, shape, dtype, sparse, trained in body["variables"]
     )
     for each in variables:

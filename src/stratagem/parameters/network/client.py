@@ -19,18 +19,17 @@ from stratagem.cluster.spec import PS, ClusterLike, ClusterSpec
 from stratagem.errors import (
     ClusterError,
     ClusterSpecError,
-    ClusterTimeoutError,
     ParameterError,
     ParameterServerLostError,
     ProtocolError,
     TaskLostError,
 )
 from stratagem.parameters.contract import OptimizerSpec, Outcome, Plain, ShardPlan, Verdict
-from stratagem.parameters.network import bodies, saving, streams
+from stratagem.parameters.network import bodies, joining, saving, streams
 from stratagem.parameters.network import pieces as pieces_of
 from stratagem.parameters.network.bodies import Body
 from stratagem.parameters.network.compression import Compression, Encoder
-from stratagem.parameters.network.connection import Connection, EndedError, Pending, RetryError, Tensors
+from stratagem.parameters.network.connection import Connection, EndedError, Pending, Tensors
 from stratagem.parameters.network.frames import Kind
 from stratagem.parameters.network.nearby import SHARED, Nearby
 from stratagem.parameters.network.pacing import Pacing
@@ -39,7 +38,6 @@ from stratagem.parameters.network.serving import HEARTBEAT_S, NUM_MISSED
 from stratagem.parameters.network.states import StateOfAll
 from stratagem.parameters.network.talking import Talk, raise_first
 
-_RETRY_S: Final = 0.05
 _MOST_NAMED: Final = 3
 
 
@@ -129,14 +127,11 @@ class ParameterClient:
         introduction = Introduction.of_this_process(self.task, self.spec, jobs, None)
         deadline = time.monotonic() + self.join_timeout_s
         try:
-            for connection in self._connections:
-                connection.open(self._talk.context, deadline - time.monotonic())
-            for connection in self._connections:
-                connection.attach(introduction, deadline - time.monotonic())
+            joining.open_all(self._talk, self._connections, deadline)
+            joining.introduce(self._talk, self._connections, introduction, deadline)
         except BaseException:
             self._talk.close(is_done=False)
             raise
-        self._talk.start()
         return self
 
     def define(
@@ -160,39 +155,20 @@ class ParameterClient:
             pacing: How far workers may be apart; by default as far as they are.
         Raises:
             ParameterError: Another task has other variables.
+            ParameterServerLostError: Some servers have been started anew, others have not.
             ClusterTimeoutError: The chief has not defined them in time.
         """
-        deadline = time.monotonic() + self.join_timeout_s
-        common = {
+        body = {
             **bodies.plan_to_body(plan),
             "optimizers": [bodies.optimizer_to_body(each) for each in optimizers],
             "pacing": (pacing or Pacing()).to_body(),
-            "has_values": values is not None,
             "is_open": state is None,
         }
-        waiting = list(range(self.num_servers))
-        clocks = []
-        while waiting:
-            pendings = {}
-            for shard in waiting:
-                own = [] if values is None else [piece.of(values[piece.name]) for piece in plan.shards[shard]]
-                pendings[shard] = Pending(Kind.DEFINE, {**common, "shard": shard}, list(map(streams.readable, own)))
-            self._talk.ask(pendings)
-            self._talk.wait(pendings)
-            waiting = [shard for shard, each in pendings.items() if isinstance(each.error, RetryError)]
-            settled = [each for each in pendings.values() if not isinstance(each.error, RetryError)]
-            raise_first(settled)
-            clocks += [each.answer["clock"] for each in settled]
-            if waiting:
-                if time.monotonic() >= deadline:
-                    names = ", ".join(self._connections[shard].task.name for shard in waiting)
-                    raise ClusterTimeoutError(
-                        f"the chief has not defined the variables of {names} within {self.join_timeout_s:g} s; "
-                        f"check that it runs, or raise join_timeout_s"
-                    )
-                time.sleep(_RETRY_S)
-        self._plan, self._num_optimizers, self._clock = plan, len(optimizers), min(clocks)
-        if state is not None:
+        names = [connection.task.name for connection in self._connections]
+        answers, is_new = joining.define(self._talk, names, body, plan, values, self.join_timeout_s)
+        self._plan, self._num_optimizers = plan, len(optimizers)
+        self._clock = min(answer["clock"] for answer in answers.values())
+        if state is not None and is_new:
             saving.give(self._talk, plan, self._num_optimizers, state)
         if self._shares_memory:
             self._share(plan)
@@ -213,8 +189,8 @@ class ParameterClient:
             names = [piece.name for piece in pieces if piece.name in into and piece.name not in rows]
             chosen = {piece.name: pieces_of.rows_in(piece, rows[piece.name]) for piece in pieces if piece.name in rows}
             chosen = {name: indices for name, indices in chosen.items() if len(indices)}
-            if not names and not chosen:
-                continue
+            if rows and not names and not chosen:
+                continue  # else each is asked, if only for its version
             by_name = {piece.name: piece for piece in pieces}
             rooms = [parts.room(by_name[name], into[name]) for name in names]
             rooms += [parts.room_for_rows(by_name[name], indices, into[name]) for name, indices in chosen.items()]
@@ -252,12 +228,10 @@ class ParameterClient:
             pieces_of.require_fit(plan, name, value)
         if into is not None:
             self._await_values()
-        self._clock += 1
         prepared = {name: pieces_of.prepared(gradient) for name, gradient in gradients.items()}
         own = {name: streams.readable(value) for name, value in (assigned or {}).items()}
         pendings = {}
         for shard, pieces in enumerate(plan.shards):
-            self._numbers[shard] += 1
             described: list[list[Any]] = []
             tensors: list[torch.Tensor] = []
             for piece in (each for each in pieces if each.name in prepared):
@@ -277,9 +251,9 @@ class ParameterClient:
                 tensors, dense = [], []
             rooms = [parts.room(piece, (into or {}).get(piece.name)) for piece in dense]
             body = {
-                "number": self._numbers[shard],
+                "number": self._numbers[shard] + 1,
                 "version": self._versions[shard],
-                "clock": self._clock,
+                "clock": self._clock + 1,
                 "optimizer": optimizer,
                 "weight": weight,
                 "options": None if options is None else list(map(bodies.options_to_body, options)),
@@ -289,6 +263,8 @@ class ParameterClient:
                 "is_shared": nearby is not None,
             }
             pendings[shard] = Pending(Kind.PUSH, body, tensors, _always(rooms))
+        self._clock += 1
+        self._numbers = [number + 1 for number in self._numbers]
         handle = self._ask(pendings, parts.put)
         if into is not None:
             self._on_their_way = handle

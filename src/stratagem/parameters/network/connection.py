@@ -20,7 +20,6 @@ import torch
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from stratagem.cluster.agreement import Introduction
 from stratagem.cluster.members import Pulse, missing_text
 from stratagem.cluster.spec import Task
 from stratagem.cluster.token import Token
@@ -116,17 +115,16 @@ class Connection:
         self._outgoing: Iterator[tuple[Kind, Bytes, int]] | None = None
         self._unsent: memoryview | None = None
         self._number = 0
+        self._heard_at = 0.0
 
     # Opening, in the thread of the program
 
-    def open(self, context: "zmq.Context[zmq.Socket[bytes]]", timeout_s: float) -> None:
-        """Finds the server, and has both sides prove that they have the token.
+    def open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        """Has both sides prove that they have the token.
 
         Raises:
-            ClusterJoinError: It has not come in time.
             HandshakeError: Who listens there is no parameter server, or has another token.
         """
-        self._await_listener(timeout_s)
         dealer = self._dealer = sockets.connecting(context)
         take_key(dealer, self._token)
         self._monitor = dealer.get_monitor_socket(_ENDED)
@@ -150,29 +148,12 @@ class Connection:
             f"file to all machines"
         )
 
-    def attach(self, introduction: Introduction, timeout_s: float) -> Body:
-        """Introduces this task; waits while the server still believes that an earlier life of it is there.
+    def await_listener(self, timeout_s: float) -> None:
+        """Waits until somebody listens where the server is to be.
 
         Raises:
-            ClusterJoinError: The server does not take it in.
+            ClusterJoinError: Nobody does in time.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            pending = Pending(Kind.ATTACH, introduction.to_body())
-            self.begin(pending)
-            while not pending.is_answered.is_set():
-                self.send()
-                if not self._poll(_HANDSHAKE_S):
-                    raise HandshakeError(f"{self.place} did not answer within {_HANDSHAKE_S:g} s")
-                self.receive()
-            if pending.error is None:
-                return pending.answer
-            if not isinstance(pending.error, RetryError) or time.monotonic() >= deadline:
-                raise ClusterJoinError(f"{self.task} does not take {introduction.task} in: {pending.error}")
-            time.sleep(_RETRY_S)
-            self.beat()
-
-    def _await_listener(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -232,6 +213,11 @@ class Connection:
     def is_silent(self, elapsed_s: float) -> bool:
         """Whether the server has given no sign of life for too long."""
         return self._pulse.is_lost(elapsed_s)
+
+    @property
+    def owes_s(self) -> float:
+        """For how long the server has not gone on with an answer that it began."""
+        return 0.0 if self._inflow is None else time.monotonic() - self._heard_at
 
     def send(self) -> None:
         """Sends what there is room for."""
@@ -318,6 +304,7 @@ class Connection:
             if self._inflow is None or header.request != self._number:
                 raise ProtocolError("data came that nobody asked for")
             self._inflow.take(self._opener, frame, header)
+            self._heard_at = time.monotonic()
         else:
             body = bodies.decode(header.kind, self._opener.open(frame, header))
             if header.kind == Kind.FENCED:
@@ -335,6 +322,7 @@ class Connection:
                 raise ProtocolError(f"a server does not send {header.kind.name}")
             current.answer = body
             self._inflow = Inflow(current.rooms(body))
+            self._heard_at = time.monotonic()
         self._pulse.heard()
         if current is not None and self._inflow is not None and self._inflow.is_complete:
             current.received = self._inflow.tensors

@@ -8,8 +8,7 @@ import dataclasses
 import functools
 import queue
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
@@ -19,13 +18,11 @@ from stratagem.parameters.contract import OptimizerSpec, Outcome, Piece, Push, R
 from stratagem.parameters.network import bodies, compression
 from stratagem.parameters.network.bodies import Body
 from stratagem.parameters.network.frames import Kind
+from stratagem.parameters.network.holding import Holds
 from stratagem.parameters.network.pacing import Pace, Pacing
 from stratagem.parameters.network.requests import Request
-from stratagem.parameters.network.states import form_of, room, state_of, state_rooms
+from stratagem.parameters.network.states import described, room, state_of, state_rooms
 from stratagem.parameters.shard import Shard
-
-HOLD_S: Final = 5.0
-"""How long nothing is applied for the sake of a checkpoint, at most."""
 
 
 @final
@@ -35,25 +32,6 @@ class _Definition:
     number: int
     optimizers: tuple[OptimizerSpec, ...]
     pacing: Pacing
-
-
-@final
-@dataclasses.dataclass
-class _Hold:
-    """The wish of a worker that no more is applied than all shards have, until it has the state.
-
-    Args:
-        until: When it ends in any case.
-        up_to: The number of the last push of each worker that is applied all the same.
-        saving: Asks for the state.
-    """
-
-    until: float
-    up_to: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    saving: Request | None = None
-
-    def allows(self, push: Request) -> bool:
-        return bool(push.body["number"] <= self.up_to.get(push.worker, 0))
 
 
 @final
@@ -74,9 +52,9 @@ class Desk:
         self._is_open = False
         self._lives: dict[int, int] = {}
         self._applied: dict[int, int] = {}
+        self._leaving: dict[int, bool] = {}
         self._departed: dict[int, bool] = {}
-        self._holds: dict[int, _Hold] = {}
-        self._deferred: list[Request] = []
+        self._holds = Holds(self._carry_out, functools.partial(self._try, handler=self._answer_state), self._is_missing)
 
     def start(self) -> None:
         """Begins to work."""
@@ -147,20 +125,21 @@ class Desk:
             try:
                 request = self._requests.get(timeout=self._patience_s())
             except queue.Empty:
-                self._look_at_holds()
                 if self._pace is not None:
                     self._pace.look()
-                continue
-            if request is None:
-                return
-            if isinstance(request, Request):
-                self._carry_out(request)
             else:
-                request()
-            self._look_at_holds()
+                if request is None:
+                    return
+                if isinstance(request, Request):
+                    self._carry_out(request)
+                else:
+                    request()
+            self._holds.look()
+            for worker, is_done in list(self._leaving.items()):
+                self._fence(worker, is_done)
 
     def _patience_s(self) -> float | None:
-        if self._holds:
+        if self._holds.is_any:
             return 0.05
         return 0.5 if self._pace is not None and self._pace.is_anybody_waiting else None
 
@@ -176,6 +155,9 @@ class Desk:
             _fail(request, error)
 
     def _attach(self, request: Request) -> None:
+        if request.worker in self._leaving:  # it is back before what it sent could be applied
+            self._holds.drop(request.worker)
+            self._fence(request.worker, self._leaving[request.worker])
         if self._shard is not None:
             self._lives[request.worker] = self._shard.admit(request.worker)
         self._applied.pop(request.worker, None)
@@ -184,13 +166,15 @@ class Desk:
         request.answer(Kind.DONE, bodies.done(version=version), ())
 
     def _fence(self, worker: int, is_done: bool) -> None:
+        self._holds.end(worker)
+        if self._holds.has_deferred(worker):  # what has come whole is applied
+            self._leaving[worker] = is_done
+            return
+        self._leaving.pop(worker, None)
         if self._shard is not None:
             self._shard.fence(worker)
         self._lives.pop(worker, None)
-        self._holds.pop(worker, None)
-        self._deferred = [each for each in self._deferred if each.worker != worker]
         self._departed[worker] = is_done
-        self._carry_out_deferred()
         if self._pace is not None:
             self._pace.leave(worker, is_done=is_done)
 
@@ -237,8 +221,7 @@ class Desk:
         request.answer(Kind.DONE, bodies.done(version=pulled.version), found)
 
     def _push(self, request: Request) -> None:
-        if not all(hold.allows(request) for hold in self._holds.values()):
-            self._deferred.append(request)
+        if self._holds.defer(request):
             return
         body, tensors = request.body, iter(request.tensors)
         if request.nearby is None:
@@ -287,7 +270,7 @@ class Desk:
             self._applied[request.worker] = max(request.body["number"], self._applied.get(request.worker, 0))
 
     def _hold(self, request: Request) -> None:
-        self._holds[request.worker] = _Hold(time.monotonic() + HOLD_S)
+        self._holds.begin(request.worker)
         lives = {str(worker): number for worker, number in self._applied.items()}
         request.answer(Kind.DONE, bodies.done(version=self._whole_shard().version, lives=lives), ())
 
@@ -297,43 +280,15 @@ class Desk:
             up_to = {int(worker): number for worker, number in request.body["up_to"].items()}
         except ValueError:
             raise ProtocolError("workers are numbers") from None
-        hold = self._holds.get(request.worker)
-        if hold is None:  # it is over: this shard may have applied what others have not
-            why = f"nothing is held for longer than {HOLD_S:g} s, and the request for the state came after that"
-            request.answer(Kind.FAILED, {"why": why, "retry": True}, ())
-            return
-        hold.up_to, hold.saving = up_to, request
-        self._carry_out_deferred()
+        self._holds.save(request, up_to)
 
-    def _look_at_holds(self) -> None:
-        """Saves as soon as what other shards have applied is applied here too, or will never be; then goes on."""
-        for worker, hold in list(self._holds.items()):
-            is_late = time.monotonic() >= hold.until
-            is_there = all(self._applied.get(each, 0) >= number for each, number in hold.up_to.items())
-            if hold.saving is not None and (is_late or is_there):
-                self._try(hold.saving, self._answer_state)
-            elif not is_late:
-                continue
-            del self._holds[worker]
-            self._carry_out_deferred()
-
-    def _carry_out_deferred(self) -> None:
-        """Tries again what had to wait for holds."""
-        deferred, self._deferred = self._deferred, []
-        for each in deferred:
-            self._carry_out(each)
+    def _is_missing(self, worker: int, number: int) -> bool:
+        return worker in self._lives and self._applied.get(worker, 0) < number
 
     def _answer_state(self, request: Request) -> None:
         state = self._whole_shard().state_dict()
-        saved: list[list[Any]] = []
-        tensors = list(state["values"].values())
-        for number, states in enumerate(state["optimizers"]):
-            for name, own in states.items():
-                for key, value in own.items():
-                    form = form_of(value)
-                    saved.append([number, name, key, form])
-                    if isinstance(value, torch.Tensor):
-                        tensors.append(value)
+        saved, kept = described(self.all_pieces(), state["optimizers"])
+        tensors = [*state["values"].values(), *kept]
         request.answer(Kind.DONE, bodies.done(version=state["version"], saved=saved), tensors)
 
     def _load(self, request: Request) -> None:

@@ -28,7 +28,7 @@ class Pacing:
     Args:
         max_ahead: How many pushes a worker may be ahead of the slowest; `None` for any.
         num_gradients: How many pushes make one update; `None` if each makes its own.
-        num_workers: How many workers take part in such updates.
+        members: The numbers of the workers that take part in such updates.
         stall_s: How long a worker waits for others before that is an error.
         rates: The factors of the learning rate of a push, by its staleness; the last one holds for all beyond. None
             for 1.
@@ -36,7 +36,7 @@ class Pacing:
 
     max_ahead: int | None = None
     num_gradients: int | None = None
-    num_workers: int = 1
+    members: tuple[int, ...] = ()
     stall_s: float = 60.0
     rates: tuple[float, ...] = ()
 
@@ -46,14 +46,13 @@ class Pacing:
 
     def to_body(self) -> list[Any]:
         """As a field of a body."""
-        *numbers, rates = dataclasses.astuple(self)
-        return [*numbers, list(rates)]
+        return [list(each) if isinstance(each, tuple) else each for each in dataclasses.astuple(self)]
 
     @classmethod
     def from_body(cls, field: Sequence[Any]) -> "Pacing":
         """What a field of a body stands for."""
-        max_ahead, num_gradients, num_workers, stall_s, rates = field
-        return cls(max_ahead, num_gradients, num_workers, stall_s, tuple(rates))
+        max_ahead, num_gradients, members, stall_s, rates = field
+        return cls(max_ahead, num_gradients, tuple(members), stall_s, tuple(rates))
 
 
 @final
@@ -121,7 +120,8 @@ class Pace:
         self._waiting.pop(worker, None)
         self._left.discard(worker)
         self._lost.discard(worker)
-        (self._left if is_done else self._lost).add(worker)
+        if worker in self._pacing.members:
+            (self._left if is_done else self._lost).add(worker)
         self.look()
 
     def push(self, request: Request, push: Push) -> Outcome | None:
@@ -171,8 +171,8 @@ class Pace:
 
     def _complete(self) -> None:
         """Makes one update of what has come, if that is enough."""
-        wanted, there = self._pacing.num_gradients or 1, self._pacing.num_workers - len(self._left)
-        if there - len(self._lost) < min(wanted, there):
+        wanted, members = self._pacing.num_gradients or 1, len(self._pacing.members)
+        if len(self._lost) > members - wanted:
             names = ", ".join(map(name_of, sorted(self._lost)))
             self._fail_all(
                 ParameterError(
@@ -180,7 +180,7 @@ class Pace:
                     f"or allow for losses with Synchronous(backup_workers=...) or Async()"
                 )
             )
-        elif len(self._waiting) >= min(wanted, there):
+        elif len(self._waiting) >= min(wanted, members - len(self._left) - len(self._lost)):
             waiting = [self._waiting[worker] for worker in sorted(self._waiting)]
             self._waiting.clear()
             try:
@@ -235,14 +235,14 @@ class Pace:
 
 def _sum(parts: Sequence[tuple[torch.Tensor | Rows, float]]) -> torch.Tensor | Rows:
     first = parts[0][0]
+    rows = [(value, weight) for value, weight in parts if isinstance(value, Rows)]
+    if rows and len(rows) < len(parts):
+        raise ParameterError("of one variable came a whole gradient and rows")
     if not isinstance(first, Rows):
         total = first * parts[0][1]
         for value, weight in parts[1:]:
-            if isinstance(value, Rows):
-                raise ParameterError("of one variable came a whole gradient and rows")
-            total.add_(value, alpha=weight)
+            total.add_(value, alpha=weight)  # type: ignore[arg-type]  # none of them is rows
         return total
-    rows = [(value, weight) for value, weight in parts if isinstance(value, Rows)]
     indices, places = torch.unique(torch.cat([value.indices for value, _ in rows]), return_inverse=True)
     summed = first.values.new_zeros((len(indices), *first.values.shape[1:]))
     summed.index_add_(0, places, torch.cat([value.values * weight for value, weight in rows]))

@@ -1,4 +1,4 @@
-"""What a client asks of a shard, once all of it has come."""
+"""What a client asks of a shard, once all of it has come; and how shards call tasks."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from typing import final
 
 import torch
 
-from stratagem.cluster.spec import CHIEF, MASTER
+from stratagem.cluster.spec import CHIEF, MASTER, TRAINING, ClusterSpec
 from stratagem.parameters.network.bodies import Body
 from stratagem.parameters.network.frames import Kind
 from stratagem.parameters.network.nearby import Nearby
@@ -34,6 +34,11 @@ class Request:
     tensors: Tensors
     answer: Callable[[Kind, Body, Tensors], None]
     nearby: Nearby | None = None
+
+
+def chief_of(spec: ClusterSpec) -> str:
+    """The task that makes the variables and saves them: the chief, or the first worker."""
+    return next(task.name for task in spec.tasks if task.job in TRAINING)
 
 
 def number_of(task: str) -> int:

@@ -6,6 +6,7 @@ what any of them had. So a push is in all of a checkpoint or in none of it, whil
 
 from typing import Final
 
+from stratagem.errors import ClusterTimeoutError
 from stratagem.parameters.contract import ShardPlan
 from stratagem.parameters.network.connection import Pending, RetryError
 from stratagem.parameters.network.frames import Kind
@@ -24,6 +25,7 @@ def fetch(talk: Talk, plan: ShardPlan, num_optimizers: int) -> StateOfAll:
         num_optimizers: How many optimizers they apply.
     Raises:
         ParameterServerLostError: A server is gone.
+        ClusterTimeoutError: Pushes come to one server long after the others.
     """
     shards = range(len(plan.shards))
     for _ in range(_NUM_TRIES):
@@ -37,7 +39,12 @@ def fetch(talk: Talk, plan: ShardPlan, num_optimizers: int) -> StateOfAll:
         talk.ask(asked)
         talk.wait(asked)
         if not any(isinstance(each.error, RetryError) for each in asked.values()):
-            break  # else this task was stopped for so long that they no longer held anything
+            break
+    for each in asked.values():
+        if isinstance(each.error, RetryError):
+            raise ClusterTimeoutError(
+                f"no state of all parameter servers of one moment was found in {_NUM_TRIES} tries: {each.error}"
+            )
     raise_first(asked.values())
     return StateOfAll.joined(plan, num_optimizers, [(each.answer, each.received) for each in asked.values()])
 

@@ -28,7 +28,7 @@ from stratagem.parameters.network.desk import Desk
 from stratagem.parameters.network.door import Door
 from stratagem.parameters.network.frames import Greeting, Kind
 from stratagem.parameters.network.nearby import SHARED, Nearby
-from stratagem.parameters.network.requests import Request, number_of
+from stratagem.parameters.network.requests import Request, chief_of, number_of
 from stratagem.parameters.network.sealing import Handshake
 from stratagem.parameters.network.session import Session
 
@@ -146,7 +146,8 @@ class ParameterServer:
             if now >= next_beat:
                 next_beat = now + heartbeat_s
                 for session in list(self._sessions.values()):
-                    self._answer(session, Kind.BEAT, {}, 0, ())
+                    if not session.has_frames:  # which are a sign of life, too
+                        self._answer(session, Kind.BEAT, {}, 0, ())
             if now - last >= heartbeat_s / 4:
                 self._look(now - last)
                 last = now
@@ -312,10 +313,10 @@ class ParameterServer:
         """A few frames to each client that has room for them."""
         for session in list(self._sessions.values()):
             for _ in range(_FRAMES_AT_ONCE):
-                frame = session.next_frame()
-                if frame is None:
-                    break
                 try:
+                    frame = session.next_frame()
+                    if frame is None:
+                        break
                     router.send_multipart([session.identity, frame], zmq.NOBLOCK)
                 except zmq.Again:
                     if session.stuck_s() > self._slow_reader_s:
@@ -323,6 +324,9 @@ class ParameterServer:
                     break
                 except zmq.ZMQError:  # no such client any more
                     self._drop(session, "its connection has ended")
+                    break
+                except Exception as error:  # whatever one client asked for, the others are served
+                    self._drop(session, f"what it asked for could not be sent: {error}")
                     break
                 session.sent()
 
@@ -357,9 +361,9 @@ class ParameterServer:
         session.send(
             Kind.FENCED, {"why": bodies.shortened(f"{self.task.name} had declared it lost: {session.why_fenced}")}
         )
-        sealed = session.next_frame()
-        if sealed is not None:
+        while (sealed := session.next_frame()) is not None:  # what was sealed before must go before
             _try_send(router, session.identity, sealed)
+            session.sent()
         raise ProtocolError(f"{session.name} was declared lost, and still sends")
 
     def _refuse(self, identity: bytes, error: Exception) -> None:
@@ -382,11 +386,6 @@ class _Answering:
 
     def __call__(self, kind: Kind, body: Body, tensors: Sequence[torch.Tensor]) -> None:
         self._server.answer_later(self._session, kind, body, self._request, tensors)
-
-
-def chief_of(spec: ClusterSpec) -> str:
-    """The task that makes the variables and saves them: the chief, or the first worker."""
-    return next(task.name for task in spec.tasks if task.job in TRAINING)
 
 
 def _try_send(router: "zmq.Socket[bytes]", identity: bytes, frame: bytes | memoryview) -> None:

@@ -2,15 +2,22 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
 from stratagem.errors import ParameterError
-from stratagem.parameters.contract import Piece, ShardPlan
-from stratagem.parameters.network.bodies import LIKE, SCALAR, Body
+from stratagem.parameters.contract import Piece, ShardPlan, Variable
+from stratagem.parameters.network.bodies import DTYPES, LIKE, Body
 
 Tensors = Sequence[torch.Tensor]
+States = Sequence[Mapping[str, Mapping[str, Any]]]
+"""For each optimizer what it keeps, by variable and key: tensors, or numbers."""
+
+Saved = list[list[Any]]
+"""How such states are described: optimizer, key, form, and the places of the variables that have it."""
+
+_MOST_KEPT: Final = 64
 
 
 @final
@@ -59,19 +66,48 @@ class StateOfAll:
                 f"the state has the variables {sorted(self.values)} and {len(self.optimizers)} optimizers, the model "
                 f"{sorted(each.name for each in plan.variables)} and {num_optimizers}; use the model that was saved"
             )
+        for variable in plan.variables:
+            self._require_fit(variable)
         parts = []
         for pieces in plan.shards:
-            saved: list[list[Any]] = []
-            tensors = [piece.of(self.values[piece.name]) for piece in pieces]
-            for number, states in enumerate(self.optimizers):
-                for piece in pieces:
-                    for key, value in states.get(piece.name, {}).items():
-                        form = form_of(value)
-                        saved.append([number, piece.name, key, form])
-                        if isinstance(value, torch.Tensor):
-                            tensors.append(piece.of(value) if form == LIKE else value)
-            parts.append(({"version": self.version, "saved": saved}, tensors))
+            own = [
+                {
+                    piece.name: {key: _part(value, piece) for key, value in states[piece.name].items()}
+                    for piece in pieces
+                    if piece.name in states
+                }
+                for states in self.optimizers
+            ]
+            saved, tensors = described(pieces, own)
+            values = [piece.of(self.values[piece.name]) for piece in pieces]
+            parts.append(({"version": self.version, "saved": saved}, [*values, *tensors]))
         return parts
+
+    def _require_fit(self, variable: Variable) -> None:
+        kept = [states.get(variable.name, {}).items() for states in self.optimizers]
+        found = [("the value", self.values[variable.name]), *((f"{key!r}", each) for own in kept for key, each in own)]
+        for what, value in found:
+            is_wrong = isinstance(value, torch.Tensor) and form_of(value) == LIKE and value.shape != variable.shape
+            if is_wrong or (what == "the value" and (value.shape, value.dtype) != (variable.shape, variable.dtype)):
+                raise ParameterError(
+                    f"{what} of {variable.name!r} in the state is {value.dtype} {tuple(value.shape)}, the variable is "
+                    f"{variable.dtype} {variable.shape}; use the model that was saved"
+                )
+
+
+def described(pieces: Sequence[Piece], states: States) -> tuple[Saved, list[torch.Tensor]]:
+    """What optimizers keep of some pieces: described, and its tensors in that order."""
+    groups: dict[tuple[int, str, type, Any], tuple[list[int], list[torch.Tensor]]] = {}
+    for number, by_name in enumerate(states):
+        for place, piece in enumerate(pieces):
+            for key, value in by_name.get(piece.name, {}).items():
+                form = form_of(value)
+                places, tensors = groups.setdefault((number, key, type(form), form), ([], []))
+                places.append(place)
+                if isinstance(value, torch.Tensor):
+                    tensors.append(value)
+    saved = [[number, key, form, places] for (number, key, _, form), (places, _) in groups.items()]
+    return saved, [each for _, tensors in groups.values() for each in tensors]
 
 
 def state_rooms(pieces: Sequence[Piece], saved: Sequence[Sequence[Any]]) -> list[torch.Tensor]:
@@ -80,13 +116,18 @@ def state_rooms(pieces: Sequence[Piece], saved: Sequence[Sequence[Any]]) -> list
     Raises:
         ParameterError: The state has a variable that the shard does not have.
     """
-    by_name = {piece.name: piece for piece in pieces}
-    for _, name, _, _ in saved:
-        if name not in by_name:
-            raise ParameterError(f"a state has {name!r}, which is not in its shard")
-    return [room(piece) for piece in pieces] + [
-        room(by_name[name]) if form == LIKE else torch.empty(()) for _, name, _, form in saved if _is_tensor(form)
-    ]
+    rooms = [room(piece) for piece in pieces]
+    counts = [0] * len(pieces)
+    for _, _, form, places in saved:
+        for place in places:
+            if place >= len(pieces):
+                raise ParameterError(f"a state has variable {place} of a shard that has {len(pieces)}")
+            counts[place] += 1
+            if counts[place] > _MOST_KEPT:
+                raise ParameterError(f"a state has more than {_MOST_KEPT} parts for variable {place}")
+            if _is_tensor(form):
+                rooms.append(room(pieces[place]) if form == LIKE else torch.empty((), dtype=DTYPES[form]))
+    return rooms
 
 
 def state_of(
@@ -95,19 +136,21 @@ def state_of(
     """A state as `Shard.state_dict` gives it, of what has come."""
     optimizers: list[dict[str, dict[str, Any]]] = [{} for _ in range(num_optimizers)]
     rest = iter(tensors[len(pieces) :])
-    for number, name, key, form in saved:
+    for number, key, form, places in saved:
         if number >= num_optimizers:
             raise ParameterError(f"a state has an optimizer {number}, there are {num_optimizers}")
-        optimizers[number].setdefault(name, {})[key] = next(rest) if _is_tensor(form) else form
+        for place in places:
+            value = next(rest) if _is_tensor(form) else form
+            optimizers[number].setdefault(pieces[place].name, {})[key] = value
     values = {piece.name: each for piece, each in zip(pieces, tensors, strict=False)}
     return {"version": version, "values": values, "optimizers": optimizers}
 
 
 def form_of(value: Any) -> Any:
-    """How a part of an optimizer's state is described: as its variable, as one number, or by itself."""
+    """How a part of an optimizer's state is described: as its variable, as one number of a dtype, or by itself."""
     if not isinstance(value, torch.Tensor):
         return value
-    return SCALAR if value.dim() == 0 and value.dtype == torch.float32 else LIKE
+    return LIKE if value.dim() else str(value.dtype).removeprefix("torch.")
 
 
 def room(piece: Piece) -> torch.Tensor:
@@ -117,6 +160,10 @@ def room(piece: Piece) -> torch.Tensor:
 
 def _is_tensor(form: Any) -> bool:
     return isinstance(form, str)
+
+
+def _part(value: Any, piece: Piece) -> Any:
+    return piece.of(value) if isinstance(value, torch.Tensor) and form_of(value) == LIKE else value
 
 
 def _join(state: dict[str, Any], key: str, value: Any, piece: Piece) -> None:

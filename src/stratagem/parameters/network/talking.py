@@ -17,6 +17,7 @@ from stratagem.parameters.network.connection import Connection, EndedError, Pend
 
 _LOOK_S: Final = 1.0
 _LINGER_MS: Final = 1000
+_STUCK_S: Final = 30.0
 
 
 @final
@@ -124,6 +125,8 @@ class Talk:
             connection.beat()
         if elapsed_s and connection.is_silent(elapsed_s):
             raise EndedError("it gave no sign of life; it is stopped, or the network between is cut")
+        if connection.owes_s > _STUCK_S:
+            raise EndedError(f"it has stopped in the middle of an answer, {_STUCK_S:g} s ago")
 
     def _wait_for_sockets(self) -> None:
         poller = zmq.Poller()
