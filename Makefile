@@ -25,7 +25,7 @@ demo: $(READY)  ## Train a network on one device and on 2 and 4 logical devices,
 	@$(RUN)/python examples/demo.py
 
 test: $(READY)  ## Run all tests
-	@$(RUN)/pytest -n 2 --dist loadfile
+	@$(RUN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(READY)  ## What to run before a commit: format, lint, types, the fast tests
 	@$(RUN)/ruff format --check .

@@ -22,8 +22,19 @@ def pytest_configure() -> None:
     adopt_orphans()
 
 
+# Their files first: two processes share the tests by file, and a long one at the end would keep one of them alone.
+_LONGEST = (
+    *("tests/test_examples.py", "tests/cluster/test_ray.py", "tests/faults/test_workers.py"),
+    *("tests/contracts/test_strategies.py", "tests/cluster/test_membership.py", "tests/training/test_keras_fit.py"),
+    *("tests/faults/test_worker_restarts.py", "tests/faults/test_local_replicas.py", "tests/cluster/test_machines.py"),
+    *("tests/faults/test_torch_distributed.py", "tests/parameters/network/test_faults.py"),
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start replica processes are slow; `make check` leaves them out."""
+    ranks = {name: rank for rank, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
     folders = ("contracts", "faults", "collectives", "strategies")
     for item in items:
         if (

@@ -67,8 +67,8 @@ for _ in range(3 + 2 * strategy.input_pipeline[1]):
     strategy.run(step)
 print(f"{strategy.task} ends at version {strategy.version}")
 """)
-    command = [sys.executable, "-m", "stratagem", "run", "--workers", "2", "--ps", "1", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    command = [sys.executable, "-m", "stratagem", "run", "--workers", "2", "--ps", "1", "--show", "worker/0,worker/1"]
+    done = subprocess.run([*command, program], capture_output=True, text=True, timeout=110, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "worker/0 ends at version 3" in done.stdout
     assert "worker/1 ends at version 5" in done.stdout
