@@ -20,15 +20,35 @@ def _sgd(optimizer: Any) -> dict[str, Plain]:
     return {"momentum": optimizer.momentum, "nesterov": optimizer.nesterov}
 
 
+def _betas(optimizer: Any) -> dict[str, Plain]:
+    return {"betas": (float(optimizer.beta_1), float(optimizer.beta_2)), "eps": optimizer.epsilon}
+
+
 def _adam(optimizer: Any) -> dict[str, Plain]:
-    betas = float(optimizer.beta_1), float(optimizer.beta_2)
-    return {"betas": betas, "eps": optimizer.epsilon, "amsgrad": optimizer.amsgrad}
+    return {**_betas(optimizer), "amsgrad": optimizer.amsgrad}
 
 
-_OPTIONS: dict[str, Callable[[Any], dict[str, Plain]]] = {
-    "SGD": _sgd,
-    "Adam": _adam,
-    "AdamW": _adam,
+def _nadam(optimizer: Any) -> dict[str, Plain]:
+    return {**_betas(optimizer), "momentum_decay": 1.0}  # Keras' momentum grows with every step
+
+
+def _adadelta(optimizer: Any) -> dict[str, Plain]:
+    return {"rho": optimizer.rho, "eps": optimizer.epsilon}
+
+
+def _adagrad(optimizer: Any) -> dict[str, Plain]:
+    return {"initial_accumulator_value": optimizer.initial_accumulator_value, "eps": optimizer.epsilon}
+
+
+# Of torch's optimizers that do the same, up to the place where epsilon is added: the name, and its options.
+_OPTIONS: dict[str, tuple[str, Callable[[Any], dict[str, Plain]]]] = {
+    "SGD": ("SGD", _sgd),
+    "Adam": ("Adam", _adam),
+    "AdamW": ("AdamW", _adam),
+    "Adamax": ("Adamax", _betas),
+    "Nadam": ("NAdam", _nadam),
+    "Adadelta": ("Adadelta", _adadelta),
+    "Adagrad": ("Adagrad", _adagrad),
 }
 
 
@@ -71,14 +91,15 @@ def described(optimizer: Any, names: Mapping[int, str]) -> OptimizerSpec:
             f"parameter servers do not apply {kind}({wrong}={getattr(optimizer, wrong)!r}); leave {wrong} out"
             + (", or use AdamW" if wrong == "weight_decay" else "")
         )
-    common = {"lr": _rate(optimizer.learning_rate), **_OPTIONS[kind](optimizer)}
+    name, options_of = _OPTIONS[kind]
+    common = {"lr": _rate(optimizer.learning_rate), **options_of(optimizer)}
     decays = {"weight_decay": float(decay or 0.0)} if kind == "AdamW" else {}
     decayed: list[str] = []
     plain: list[str] = []
     for variable in optimizer._trainable_variables:
         (decayed if decays and optimizer._use_weight_decay(variable) else plain).append(names[id(variable.value)])
     groups = [(tuple(decayed), {**common, **decays}), (tuple(plain), {**common, **(decays and {"weight_decay": 0.0})})]
-    return OptimizerSpec(kind, tuple(group for group in groups if group[0]))
+    return OptimizerSpec(name, tuple(group for group in groups if group[0]))
 
 
 def take_over(optimizer: Any, spec: OptimizerSpec, names: Mapping[int, str], push: Push) -> None:
