@@ -260,7 +260,7 @@ def test_state_without_a_push_that_one_server_alone_has_is_none(
     saver, pusher = cluster.trainer(0), cluster.trainer(1)
     monkeypatch.setattr(holding, "HOLD_S", 0.05)
     pushed_to(pusher, 0)
-    with pytest.raises(ClusterTimeoutError, match="a push that others have applied has not come, within 0.05 s"):
+    with pytest.raises(ClusterTimeoutError, match=r"a push that others have applied has not come, within 0\.05 s"):
         saver.client.state()
     monkeypatch.setattr(holding, "HOLD_S", 1000.0)
     pusher.client.close()  # who has died will not push it any more
