@@ -31,7 +31,7 @@ from stratagem.parameters.network.states import StateOfAll
 from stratagem.replicas import values
 from stratagem.replicas.heap import keep_freed_memory, share_one_heap
 from stratagem.replicas.tracking import Tracker
-from stratagem.strategies import context
+from stratagem.strategies import context, staleness
 from stratagem.strategies.context import ReplicaContext
 from stratagem.strategies.parameter_cluster_options import ClusterOptions
 from stratagem.strategies.parameter_cluster_variables import ClusterVariables
@@ -167,6 +167,15 @@ class ClusterTask(Strategy):
             return {}
         return {self.replicas_here.start: dict(sorted(self._variables.staleness.items()))}
 
+    def write_staleness(self, writer: Any, global_step: int) -> None:
+        """Adds the staleness of this task's pushes to TensorBoard: a histogram, and its mean.
+
+        Args:
+            writer: A `torch.utils.tensorboard.SummaryWriter`.
+            global_step: At which step.
+        """
+        staleness.write(self.staleness(), writer, global_step)
+
     @property
     def num_dropped(self) -> int:
         """How many gradients of this task came when their step was complete without them."""
@@ -298,6 +307,8 @@ class ClusterTask(Strategy):
     def _end(self, *, is_done: bool) -> None:
         if self._closed_at is None:
             self._closed_at = calling_line()
+            if self._options.verbose and self.staleness():
+                print(staleness.described(self.staleness()))
             self._tracker.let_go()
             if self._variables is not None:
                 self._variables.let_go()

@@ -31,6 +31,7 @@ class ClusterOptions:
         join_timeout_s: How long to wait for servers and chief.
         stall_timeout_s: How long a task waits for others that it may not be ahead of.
         shares_memory: Whether servers on this machine get and give tensors through memory, not in frames.
+        verbose: Whether to print the staleness of this task's pushes at the end.
     """
 
     max_ahead: int | None = None
@@ -42,6 +43,7 @@ class ClusterOptions:
     join_timeout_s: float = 60.0
     stall_timeout_s: float = 60.0
     shares_memory: bool = True
+    verbose: bool = False
 
     def __post_init__(self) -> None:
         require_seconds(join_timeout_s=self.join_timeout_s, stall_timeout_s=self.stall_timeout_s)

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast, final
 
-import torch
 from torch.utils import _pytree as pytree
 
 from stratagem.cluster.resolver import found
@@ -17,7 +16,7 @@ from stratagem.parameters.board import MAX_SHARDS, MAX_WORKERS
 from stratagem.parameters.consistency import Async, BoundedStaleness, Consistency, Synchronous
 from stratagem.replicas import values
 from stratagem.replicas.values import PerReplica
-from stratagem.strategies import context
+from stratagem.strategies import context, staleness
 from stratagem.strategies.local_replicas import LocalReplicas
 from stratagem.strategies.parameter_cluster import ClusterTask, task_of
 from stratagem.strategies.parameter_server_engine import ParameterWorkers
@@ -187,32 +186,18 @@ class ParameterServerStrategy(Replicated):
             writer: A `torch.utils.tensorboard.SummaryWriter`.
             global_step: At which step.
         """
-        for worker, counts in self.staleness().items():
-            found = torch.tensor(list(counts)).repeat_interleave(torch.tensor(list(counts.values())))
-            writer.add_histogram(f"staleness/worker {worker}", found, global_step)
-            writer.add_scalar(f"staleness/worker {worker}, mean", found.double().mean().item(), global_step)
+        staleness.write(self.staleness(), writer, global_step)
 
     def close(self) -> None:
         """Waits for the steps under way and ends the workers. The model stays as it is and works as a plain one."""
         shown = self.verbose and not self._is_lockstep and self._replicas.closed_at is None
         if shown and self.workers.main is not None:
             self.workers.settle()
-            print(describe_staleness(self.staleness()))
+            print(staleness.described(self.staleness()))
         super().close()
 
 
 ParameterServerStrategy.register(ClusterTask)  # what `isinstance` says in every task of a cluster
-
-
-def describe_staleness(histogram: dict[int, dict[int, int]]) -> str:
-    """A histogram of staleness as lines of text."""
-    lines = ["staleness of pushes, by worker: how many pushes of others each had missed"]
-    for worker, counts in histogram.items():
-        total = sum(counts.values())
-        mean = sum(staleness * count for staleness, count in counts.items()) / total
-        parts = ", ".join(f"{staleness}: {count}" for staleness, count in counts.items())
-        lines.append(f"worker {worker}: {total} pushes, mean {mean:.2f} ({parts})")
-    return "\n".join(lines)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -215,6 +215,28 @@ def test_each_push_is_applied_with_the_rate_of_its_own_worker(new_cluster: NewCl
         assert model.weight.item() == -2.75
 
 
+def test_staleness_is_shown_at_the_end_and_in_tensorboard(
+    new_cluster: NewCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # only here: it takes seconds
+    from torch.utils.tensorboard import SummaryWriter
+
+    cluster = new_cluster()
+    with task(cluster, verbose=True) as one, task(cluster, index=1) as other:
+        steps = [falling(*make_scalar(each)) for each in (one, other)]
+        one.run(steps[0])
+        other.run(lambda: None)
+        one.run(steps[0])
+        other.run(steps[1])
+        assert one.staleness() == {0: {0: 2}}
+        assert other.staleness() == {1: {1: 1}}
+        with SummaryWriter(tmp_path) as writer:
+            other.write_staleness(writer, 3)
+    assert capsys.readouterr().out.splitlines()[1:] == ["worker 0: 2 pushes, mean 0.00 (0: 2)"]
+    found = EventAccumulator(str(tmp_path)).Reload()
+    assert [each.value for each in found.Scalars("staleness/worker 1, mean")] == [1.0]
+
+
 def test_chief_that_has_not_pushed_saves_what_the_servers_have(new_cluster: NewCluster) -> None:
     cluster = new_cluster()
     with task(cluster) as chief, task(cluster, index=1) as other:
