@@ -127,28 +127,29 @@ def test_estimator_notebook_has_the_losses_that_it_shows(
     assert found[2][1] == pytest.approx(estimator_baseline[0][1], abs=2e-3)
 
 
-@pytest.fixture(scope="module")
-def keras_baseline() -> tuple[list[float], list[float]]:
-    """What plain Keras prints."""
-    return epochs_of(run_example("keras_baseline.py"))
+def keras_shown(kind: str) -> tuple[list[float], list[float]]:
+    """What the notebook shows."""
+    return epochs_of(outputs_of((EXAMPLES / f"keras_{kind}.ipynb").read_text()))
 
 
-def test_keras_has_the_losses_of_the_baseline(keras_baseline: tuple[list[float], list[float]]) -> None:
-    assert len(keras_baseline[0]) == 8
-    assert keras_baseline[1][-1] > 95
-    losses, accuracies = epochs_of(run_example("keras_distributed.py", "--devices", "2", "--epochs", "3"))
-    assert losses == pytest.approx(keras_baseline[0][:3], abs=1e-3)
-    assert accuracies == pytest.approx(keras_baseline[1][:3], abs=0.6)
+@pytest.mark.parametrize(
+    "command", [("keras_baseline.py",), ("keras_distributed.py", "--devices", "2")], ids=["baseline", "distributed"]
+)
+def test_keras_has_the_losses_of_the_baseline(command: tuple[str, ...]) -> None:
+    losses, accuracies = epochs_of(run_example(*command, "--epochs", "3"))
+    expected = keras_shown("baseline")
+    assert losses == pytest.approx(expected[0][:3], abs=1e-3)
+    assert accuracies == pytest.approx(expected[1][:3], abs=0.6)
 
 
 @pytest.mark.parametrize("kind", ["baseline", "distributed"])
-def test_keras_notebook_has_the_losses_that_it_shows(
-    tmp_path: Path, kind: str, keras_baseline: tuple[list[float], list[float]]
-) -> None:
-    name = f"keras_{kind}.ipynb"
-    outputs = outputs_of(execute_notebook(name, tmp_path))
-    assert epochs_of(outputs)[0] == pytest.approx(keras_baseline[0], abs=1e-3)
-    assert epochs_of(outputs_of((EXAMPLES / name).read_text()))[0] == pytest.approx(keras_baseline[0], abs=1e-3)
+def test_keras_notebook_has_the_losses_that_it_shows(tmp_path: Path, kind: str) -> None:
+    outputs = outputs_of(execute_notebook(f"keras_{kind}.ipynb", tmp_path))
+    losses, accuracies = epochs_of(outputs)
+    assert len(losses) == 8
+    assert accuracies[-1] > 95
+    assert losses == pytest.approx(keras_shown("baseline")[0], abs=1e-3)
+    assert losses == pytest.approx(keras_shown(kind)[0], abs=1e-3)
     if kind == "distributed":
         assert "stopped after 2 more epochs, 220 steps in all" in outputs
         assert "equal accuracies: True" in outputs
