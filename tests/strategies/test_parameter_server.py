@@ -435,6 +435,7 @@ def test_objects_stay_usable_after_the_end(four_cpus: None) -> None:
     strategy.close()
     assert optimizer.state_dict()["state"][0]["step"].item() == 1
     plain_step(model, optimizer)(*batches(1)[0])
+    assert strategy.staleness() == {0: {0: 1}}
     with pytest.raises(StrategyError, match=r"closed at .*test_parameter_server.py"):
         strategy.run(int)
 

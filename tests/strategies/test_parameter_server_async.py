@@ -123,6 +123,14 @@ def test_results_can_be_unpacked_before_they_are_there_once_their_number_is_know
     assert len(list(more)) == 3
 
 
+def test_lists_may_have_another_length_in_each_step(strategy: sg.ParameterServerStrategy) -> None:
+    def step(number: int) -> list[int]:
+        return list(range(number))
+
+    results = [[strategy.local_results(each)[0] for each in strategy.run(step, args=(size,))] for size in (4, 4, 2)]
+    assert results == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1]]
+
+
 def test_sum_of_very_many_results_can_be_computed(strategy: sg.ParameterServerStrategy) -> None:
     total = 0
     for number in range(1200):  # more than functions can be inside each other

@@ -170,10 +170,14 @@ class ParameterServerStrategy(Replicated):
         self.num_workers = num_workers
 
     def staleness(self) -> dict[int, dict[int, int]]:
-        """For each worker, how many of its pushes had missed how many others; the last number counts all above."""
-        if self._is_lockstep:
+        """For each worker, how many of its pushes had missed how many others; the last number counts all above.
+
+        Can be asked after the end as well.
+        """
+        main = None if self._is_lockstep else self.workers.main
+        if main is None:
             return {}
-        histogram = self.workers.board.histogram
+        histogram = main.variables.board.histogram
         return {
             worker: {staleness: int(count) for staleness, count in enumerate(histogram[worker]) if count}
             for worker in range(len(histogram))

@@ -237,7 +237,7 @@ class ParameterWorkers:
 
         def result() -> Any:
             made = joined([self.wait_for(step)], counts)
-            if code is not None and isinstance(made, tuple | list):
+            if code is not None and isinstance(made, tuple):  # a list may be as long as the batch
                 self._num_parts[code] = len(made)
             return made
 
