@@ -3,7 +3,9 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -39,6 +41,25 @@ def test_schedule_never_waits(coordinator: sg.ClusterCoordinator, tmp_path: Path
     assert not any(value.is_done for value in values)
     (tmp_path / "go").touch()
     coordinator.join()
+
+
+def test_arguments_are_those_of_the_moment_of_schedule(coordinator: sg.ClusterCoordinator, tmp_path: Path) -> None:
+    with coordinator.strategy.scope():
+        model = nn.Linear(2, 1)
+
+    def add_up(path: str, weight: torch.Tensor, *numbers: Any) -> tuple[float, bool]:
+        while not Path(path).exists():
+            time.sleep(0.01)
+        return float(sum(numbers)), weight is model.weight
+
+    tensor, array = torch.zeros(1), np.zeros(1)
+    values = []
+    for number in range(8):
+        tensor.fill_(number)
+        array.fill(10 * number)
+        values.append(coordinator.schedule(add_up, args=(str(tmp_path / "go"), model.weight, tensor, array)))
+    (tmp_path / "go").touch()
+    assert coordinator.fetch(values) == [(11.0 * number, True) for number in range(8)]
 
 
 def test_training_reaches_the_same_weights_whoever_does_the_steps(coordinator: sg.ClusterCoordinator) -> None:

@@ -103,6 +103,20 @@ def test_result_that_is_not_there_yet_behaves_as_what_it_will_be(
     assert strategy.gather(strategy.run(lambda: torch.ones(2))).shape == (2,)
 
 
+def test_result_is_computed_with_what_tensors_were_when_it_was_written_down(
+    strategy: sg.ParameterServerStrategy, tmp_path: Path
+) -> None:
+    loss = strategy.reduce("mean", strategy.run(wait_for, args=(str(tmp_path / "go"),)))
+    weight, array, trained = torch.tensor(2.0), np.array(4.0), nn.Parameter(torch.tensor(1.0))
+    products = [loss * weight, loss * array, loss * trained]
+    weight.mul_(10)
+    array *= 10
+    (tmp_path / "go").touch()
+    assert [each.item() for each in products] == [6.0, 12.0, 3.0]
+    products[2].backward()
+    assert trained.grad == 3.0
+
+
 def test_results_can_be_unpacked_before_they_are_there_once_their_number_is_known(
     strategy: sg.ParameterServerStrategy, tmp_path: Path
 ) -> None:

@@ -130,8 +130,10 @@ class ClusterCoordinator:
         """Enters a call of a function; returns at once.
 
         Args:
-            fn: The function; distributed objects that it uses are those of the worker.
-            args: Its arguments; remote values among them are fetched first.
+            fn: The function; distributed objects that it uses are those of the worker. What else it captures is
+                read when a worker gets it: give what the program changes meanwhile as an argument.
+            args: Its arguments; remote values among them are fetched first. Tensors and arrays are copied if they
+                have to wait, so that the program may fill them anew.
             kwargs: Its keyword arguments.
         Raises:
             Exception: What a function that was scheduled before has raised; all that was not begun is cancelled.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from stratagem.errors import ReplicaDiedError, ReplicaError
+from stratagem.replicas import values
 from stratagem.replicas.child import DONE, PRINTED
 from stratagem.replicas.functions import FunctionCache, pack_for
 from stratagem.replicas.group import Failure
@@ -221,9 +222,11 @@ class Crew:
         return not self.queue and any(len(worker.steps) < _DEPTH for worker in self.workers.values())
 
     def submit(self, step: Step) -> None:
-        """Enters a step; a worker gets it as soon as one has room."""
+        """Enters a step; a worker gets it as soon as one has room, with the arguments of this moment."""
         self.queue.append(step)
         self._hand_out()
+        if not step.is_sent:
+            step.args, step.kwargs = values.copied((step.args, step.kwargs), self._registry.__contains__)
 
     def call(self, worker: Worker, function: Callable[..., Any], *arguments: Any, reference: Any = None) -> Step:
         """Calls a function of the library in a worker, without waiting."""
