@@ -206,6 +206,33 @@ def test_main_program_sees_all_steps_before_it_uses_the_model(strategy: sg.Param
     assert model(torch.ones(1, 1)).item() == -5.0
 
 
+def test_averages_of_the_main_program_are_of_whole_steps(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step() -> None:
+        time.sleep(0.02)
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        optimizer.step()
+
+    with torch.no_grad():
+        model.weight.fill_(0.0)
+    for _ in range(4):
+        strategy.run(step)
+    averages = sg.ExponentialMovingAverage(0.5).apply(model)
+    assert averages.average(model.weight).item() == -4.0
+    for _ in range(4):
+        strategy.run(step)
+    assert averages.apply().average(model.weight).item() == -6.0
+    for _ in range(4):
+        strategy.run(step)
+    with averages.swapped(model):
+        assert model.weight.item() == -6.0
+    assert model.weight.item() == -12.0
+
+
 def test_buffers_and_what_a_step_writes_itself_come_together(strategy: sg.ParameterServerStrategy) -> None:
     with strategy.scope():
         model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))

@@ -36,6 +36,11 @@ class ParameterServerStrategy(Replicated):
     another. The price is staleness: gradients may be computed from values that others have changed since.
     `consistency` is the dial between the two. For steps that equal one device use `MirroredStrategy`.
 
+    In the main program, calling the model, `state_dict()` and `ExponentialMovingAverage` wait for the steps under way.
+    A parameter that it reads directly (`model.weight.clone()`, `copy.deepcopy(model)`, torch's `AveragedModel`) is
+    shared memory, in which a step may be half applied: call `model.state_dict()` first. Nothing changes from then until
+    the next call of the strategy.
+
     Args:
         num_workers: How many child processes compute. In a task of a cluster with the job ps it is left out: each
             worker task then runs its own loop, and ps tasks serve (`parameter_cluster`).
