@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -451,6 +452,13 @@ def test_straggler_is_dropped_with_backup_workers(four_cpus: None, tmp_path: Pat
         (batch,) = strategy.distribute(torch.ones(6, 1), global_batch_size=6)
         strategy.run(step, args=(batch, str(tmp_path)))
         assert model.state_dict()["weight"].item() == -3.5
+
+
+def test_what_cannot_be_sent_is_told_once(four_cpus: None) -> None:
+    with sg.ParameterServerStrategy(2, consistency=sg.Synchronous(backup_workers=1)) as strategy:
+        with pytest.raises(StrategyError, match="a lock cannot be sent"):
+            strategy.run(int, args=(threading.Lock(),))
+        assert strategy.local_results(strategy.run(int))[0] == 0
 
 
 def test_objects_stay_usable_after_the_end(four_cpus: None) -> None:

@@ -255,9 +255,11 @@ class ParameterWorkers:
             tell(worker, changes, seed)
 
     def enter(self, step: Step) -> None:
-        """Enters a step into the queue; one that cannot be sent has failed now."""
-        self._steps.append(step)
+        """Enters a step into the queue; what cannot be sent is an error now."""
         self.crew.submit(step)
+        if step.is_done and not step.is_sent:
+            step.raise_error()
+        self._steps.append(step)
 
     def new_step(
         self, function: Any, args: Any, kwargs: Any, *, own_round: Round | None = None, worker: int | None = None
