@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -204,6 +205,33 @@ def test_main_program_sees_all_steps_before_it_uses_the_model(strategy: sg.Param
     for _ in range(5):
         strategy.run(step)
     assert model(torch.ones(1, 1)).item() == -5.0
+
+
+def test_averages_of_the_main_program_are_of_whole_steps(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step() -> None:
+        time.sleep(0.02)
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        optimizer.step()
+
+    with torch.no_grad():
+        model.weight.fill_(0.0)
+    for _ in range(4):
+        strategy.run(step)
+    averages = sg.ExponentialMovingAverage(0.5).apply(model)
+    assert averages.average(model.weight).item() == -4.0
+    for _ in range(4):
+        strategy.run(step)
+    assert averages.apply().average(model.weight).item() == -6.0
+    for _ in range(4):
+        strategy.run(step)
+    with averages.swapped(model):
+        assert model.weight.item() == -6.0
+    assert model.weight.item() == -12.0
 
 
 def test_buffers_and_what_a_step_writes_itself_come_together(strategy: sg.ParameterServerStrategy) -> None:
@@ -426,6 +454,13 @@ def test_straggler_is_dropped_with_backup_workers(four_cpus: None, tmp_path: Pat
         assert model.state_dict()["weight"].item() == -3.5
 
 
+def test_what_cannot_be_sent_is_told_once(four_cpus: None) -> None:
+    with sg.ParameterServerStrategy(2, consistency=sg.Synchronous(backup_workers=1)) as strategy:
+        with pytest.raises(StrategyError, match="a lock cannot be sent"):
+            strategy.run(int, args=(threading.Lock(),))
+        assert strategy.local_results(strategy.run(int))[0] == 0
+
+
 def test_objects_stay_usable_after_the_end(four_cpus: None) -> None:
     strategy = sg.ParameterServerStrategy(1)
     with strategy.scope():
@@ -435,6 +470,7 @@ def test_objects_stay_usable_after_the_end(four_cpus: None) -> None:
     strategy.close()
     assert optimizer.state_dict()["state"][0]["step"].item() == 1
     plain_step(model, optimizer)(*batches(1)[0])
+    assert strategy.staleness() == {0: {0: 1}}
     with pytest.raises(StrategyError, match=r"closed at .*test_parameter_server.py"):
         strategy.run(int)
 

@@ -103,6 +103,20 @@ def test_result_that_is_not_there_yet_behaves_as_what_it_will_be(
     assert strategy.gather(strategy.run(lambda: torch.ones(2))).shape == (2,)
 
 
+def test_result_is_computed_with_what_tensors_were_when_it_was_written_down(
+    strategy: sg.ParameterServerStrategy, tmp_path: Path
+) -> None:
+    loss = strategy.reduce("mean", strategy.run(wait_for, args=(str(tmp_path / "go"),)))
+    weight, array, trained = torch.tensor(2.0), np.array(4.0), nn.Parameter(torch.tensor(1.0))
+    products = [loss * weight, loss * array, loss * trained]
+    weight.mul_(10)
+    array *= 10
+    (tmp_path / "go").touch()
+    assert [each.item() for each in products] == [6.0, 12.0, 3.0]
+    products[2].backward()
+    assert trained.grad == 3.0
+
+
 def test_results_can_be_unpacked_before_they_are_there_once_their_number_is_known(
     strategy: sg.ParameterServerStrategy, tmp_path: Path
 ) -> None:
@@ -121,6 +135,14 @@ def test_results_can_be_unpacked_before_they_are_there_once_their_number_is_know
     with pytest.raises(StrategyError, match="a step returned 3 values, an earlier one of the same function 2"):
         strategy.local_results(wrong)[0]
     assert len(list(more)) == 3
+
+
+def test_lists_may_have_another_length_in_each_step(strategy: sg.ParameterServerStrategy) -> None:
+    def step(number: int) -> list[int]:
+        return list(range(number))
+
+    results = [[strategy.local_results(each)[0] for each in strategy.run(step, args=(size,))] for size in (4, 4, 2)]
+    assert results == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1]]
 
 
 def test_sum_of_very_many_results_can_be_computed(strategy: sg.ParameterServerStrategy) -> None:

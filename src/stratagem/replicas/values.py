@@ -230,6 +230,26 @@ def select(value: Any, replica: int, *, sent: bool = False) -> Any:
     return _mapped(part, value)
 
 
+def copied(value: Any, is_reference: Callable[[Any], bool]) -> Any:
+    """A nesting of what is to be sent, as it is now: a program may fill the same tensors and arrays anew.
+
+    Args:
+        value: What `select` gave.
+        is_reference: Whether an object travels as a reference, and is not copied.
+    """
+
+    def copy(each: Any) -> Any:
+        if is_reference(each):
+            return each
+        if type(each) is Raw:
+            return Raw(each._tensor.clone())
+        if isinstance(each, torch.Tensor) and not isinstance(each, torch.nn.Parameter):
+            return each.detach().clone().requires_grad_(each.requires_grad)
+        return each.copy() if isinstance(each, np.ndarray) else each
+
+    return _mapped(copy, value)
+
+
 def counts_of(*values: Any) -> tuple[int, ...] | None:
     """How many examples each replica has in the distributed batch among some values, if there is one."""
     found: list[tuple[int, ...]] = []
@@ -344,7 +364,7 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return pytree.tree_map(function, value)
 
 
-_LEAVES = frozenset({PerReplica, torch.Tensor, Remote, bool, int, float, str, type(None)})
+_LEAVES = frozenset({PerReplica, torch.Tensor, Raw, Remote, bool, int, float, str, type(None)})
 
 
 def _outline(value: Any) -> str:

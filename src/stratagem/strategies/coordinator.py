@@ -1,14 +1,18 @@
 """Schedules functions on the workers of a parameter server, as TensorFlow's `ClusterCoordinator` does."""
 
+import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 from torch.utils import _pytree as pytree
 
 from stratagem.errors import StepCancelledError, StrategyError
 from stratagem.inputs import InputContext
+from stratagem.parameters.consistency import Synchronous
 from stratagem.replicas import values
 from stratagem.strategies import context, in_child
 from stratagem.strategies.parameter_server import ParameterServerStrategy
@@ -64,9 +68,14 @@ class PerWorkerDataset:
     def __init__(self, key: int) -> None:
         self._key = key
         self._passes = itertools.count(1)
+        self._open: list[int] = []
 
     def __iter__(self) -> "PerWorkerIterator":
-        return PerWorkerIterator(self._key, next(self._passes))
+        number = next(self._passes)
+        self._open.append(number)
+        made = PerWorkerIterator(self._key, number, self._open)
+        weakref.finalize(made, self._open.remove, number).atexit = False
+        return made
 
 
 @final
@@ -76,11 +85,13 @@ class PerWorkerIterator:
     Args:
         key: Which data.
         number: Which pass.
+        open_passes: Those over the same data that the program still has; workers forget others.
     """
 
-    def __init__(self, key: int, number: int) -> None:
+    def __init__(self, key: int, number: int, open_passes: Sequence[int]) -> None:
         self._key = key
         self._number = number
+        self._open = open_passes
 
     def __iter__(self) -> "PerWorkerIterator":
         return self
@@ -90,8 +101,10 @@ class PerWorkerIterator:
             raise StrategyError("a per-worker iterator is read in scheduled functions; give it to schedule in args")
         place = self._key, self._number
         if place not in _passes:
-            for old in [each for each in _passes if each[0] == self._key]:
-                del _passes[old]
+            for key, number in [each for each in _passes if each[0] == self._key and each[1] not in self._open]:
+                del _passes[key, number]
+            if self._key in _to_make:
+                _to_make[self._key]()
             _passes[place] = iter(_sources[self._key])
         return next(_passes[place])
 
@@ -107,7 +120,7 @@ class ClusterCoordinator:
     Args:
         strategy: Whose workers.
     Raises:
-        StrategyError: Its workers take all steps together.
+        StrategyError: Its workers share steps.
     Example:
         >>> strategy = ParameterServerStrategy(num_workers=1)
         >>> coordinator = ClusterCoordinator(strategy)
@@ -122,7 +135,14 @@ class ClusterCoordinator:
             raise StrategyError(f"a ClusterCoordinator takes a ParameterServerStrategy, got {type(strategy).__name__}")
         self.strategy = strategy
         self._workers = strategy.workers
-        self._steps: list[Step] = []
+        if isinstance(strategy.consistency, Synchronous):
+            raise StrategyError(
+                f"with {strategy.consistency} workers share each step, so that none can be given one of its own; use "
+                f"Async() or BoundedStaleness(k)"
+            )
+        self._under_way: set[Step] = set()
+        self._finished: list[Step] = []  # whose gradients have not been judged
+        self._failed: Step | None = None  # the first, of which nobody has been told
 
     def schedule(
         self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -130,11 +150,15 @@ class ClusterCoordinator:
         """Enters a call of a function; returns at once.
 
         Args:
-            fn: The function; distributed objects that it uses are those of the worker.
-            args: Its arguments; remote values among them are fetched first.
+            fn: The function; distributed objects that it uses are those of the worker. What else it captures is
+                read when a worker gets it: give what the program changes meanwhile as an argument.
+            args: Its arguments; remote values among them are fetched first. Tensors and arrays are copied if they
+                have to wait, so that the program may fill them anew.
             kwargs: Its keyword arguments.
         Raises:
             Exception: What a function that was scheduled before has raised; all that was not begun is cancelled.
+            NonFiniteGradientError: Its gradients were not finite, as in `run`; likewise.
+            StrategyError: Something in it cannot be sent.
         """
         context.require_controller("ClusterCoordinator.schedule()")
         require_call(fn, args, kwargs)
@@ -142,8 +166,11 @@ class ClusterCoordinator:
         given = _fetched((tuple(args), dict(kwargs or {})))
         self._workers.prepare()
         step = self._workers.new_step(fn, *values.select(given, 0, sent=True))
-        self._steps.append(step)
-        self._workers.submit(step)
+        step.when_done = functools.partial(_take_in, weakref.ref(self))
+        self._under_way.add(step)
+        self._submit(step)
+        if step.is_done and not step.is_sent:
+            self._look()  # what cannot be sent is an error in this line
         return RemoteValue(self._workers, step)
 
     def join(self) -> None:
@@ -159,7 +186,7 @@ class ClusterCoordinator:
         """Whether all that was scheduled is done; raises as `join` does."""
         self._workers.attend()
         self._look()
-        return not self._steps
+        return not self._under_way
 
     def fetch(self, value: Any) -> Any:
         """A nesting with what remote values in it stand for; waits for them."""
@@ -170,39 +197,85 @@ class ClusterCoordinator:
 
         Args:
             dataset_fn: Called once in every worker, returns something that can be iterated; may take an
-                `InputContext`, which tells which worker it is.
+                `InputContext`, which tells which worker it is. Workers that `resize` adds are told how many there
+                are then; the data of the others stays as it is.
+        Raises:
+            Exception: What it raised in a worker; the strategy can be used as before.
         """
         if not callable(dataset_fn):
             raise StrategyError(f"create_per_worker_dataset takes a function, got {type(dataset_fn).__name__}")
-        key = next(_keys)
-        self._workers.give_all(make_source, key, dataset_fn, self.strategy.num_workers, self._workers.key)
+        workers, key = self._workers, next(_keys)
+        workers.prepare()
+        given = key, dataset_fn, workers.key
+        numbers = list(workers.crew.workers)
+        steps = [workers.new_step(make_source, (len(numbers), *given), {}, worker=number) for number in numbers]
+        workers.given.append((note_source, given))
+        try:
+            for step in steps:
+                self._submit(step)
+            for step in steps:
+                workers.wait_for(step)
+        except BaseException:
+            workers.given.remove((note_source, given))
+            raise
         return PerWorkerDataset(key)
 
+    def _submit(self, step: Step) -> None:
+        with self._workers.attending():
+            self._workers.crew.submit(step)
+            self._workers.crew.attend(0.0)
+
     def _look(self) -> None:
-        """Raises the first failure among what was scheduled, and cancels what was not begun."""
-        failed = next((step for step in self._steps if step.is_done and step.has_failed), None)
-        if failed is None:
-            self._steps = [step for step in self._steps if not step.is_done]
-            return
-        self._workers.cancel(
-            self._steps, StepCancelledError("not run: a function that was scheduled before has failed")
-        )
-        self._workers.settle()
-        self._steps = []
-        failed.raise_error()
+        """Raises the first failure among what was scheduled, when all that was begun is done."""
+        finished, self._finished = self._finished, []
+        try:
+            if self._failed is not None:
+                self._failed.raise_error()
+            self._workers.judge(finished)
+        except BaseException:
+            self._cancel()
+            self._workers.settle()
+            self._failed, self._finished = None, []
+            raise
+
+    def _take_in(self, step: Step) -> None:
+        """Notes that a step is done; after a failure none is begun."""
+        self._under_way.discard(step)
+        self._finished.append(step)
+        if step.has_failed and self._failed is None and not isinstance(step.error, StepCancelledError):
+            self._failed = step
+            self._cancel()
+
+    def _cancel(self) -> None:
+        """Takes steps back that no worker has."""
+        crew = self._workers.crew
+        begun = {step for worker in crew.workers.values() for _, step in worker.steps}
+        for step in self._under_way - begun:
+            step.finish(error=StepCancelledError("not run: a function that was scheduled before has failed"))
+        crew.queue = deque(step for step in crew.queue if not step.is_done)
+
+
+def _take_in(coordinator: "weakref.ref[ClusterCoordinator]", step: Step) -> None:
+    # Steps do not keep the coordinator alive, and with it a strategy that the program drops.
+    if (own := coordinator()) is not None:
+        own._take_in(step)
 
 
 def _fetched(value: Any) -> Any:
-    return pytree.tree_map(lambda each: each.fetch() if isinstance(each, RemoteValue) else each, value)
+    leaves, structure = pytree.tree_flatten(value)
+    # Not by `tree_map`, which would take a StopIteration of a function for its own end.
+    fetched = [each.fetch() if isinstance(each, RemoteValue) else each for each in leaves]
+    return pytree.tree_unflatten(fetched, structure)
 
 
 # In a worker
 
 _sources: dict[int, Any] = {}
+_to_make: dict[int, Callable[[], None]] = {}  # sources that this worker makes when it first needs them
 _passes: dict[tuple[int, int], Iterator[Any]] = {}
 
 
-def make_source(key: int, dataset_fn: Callable[..., Any], num_workers: int, strategy: int) -> None:
+def make_source(num_workers: int, key: int, dataset_fn: Callable[..., Any], strategy: int) -> None:
     """Makes a worker's own data."""
     number = in_child.runtime_of(strategy).worker  # type: ignore[attr-defined]  # it is one of a parameter server
     wants_context = any(
@@ -210,3 +283,9 @@ def make_source(key: int, dataset_fn: Callable[..., Any], num_workers: int, stra
         for each in inspect.signature(dataset_fn).parameters.values()
     )
     _sources[key] = dataset_fn(InputContext(num_workers, number, 1)) if wants_context else dataset_fn()
+    _to_make.pop(key, None)
+
+
+def note_source(num_workers: int, key: int, dataset_fn: Callable[..., Any], strategy: int) -> None:
+    """Lets a worker that has come later make its data in the first function that needs it, whose errors are told."""
+    _to_make[key] = functools.partial(make_source, num_workers, key, dataset_fn, strategy)

@@ -35,6 +35,11 @@ class ParameterServerStrategy(Replicated):
     another. The price is staleness: gradients may be computed from values that others have changed since.
     `consistency` is the dial between the two. For steps that equal one device use `MirroredStrategy`.
 
+    In the main program, calling the model, `state_dict()` and `ExponentialMovingAverage` wait for the steps under way.
+    A parameter that it reads directly (`model.weight.clone()`, `copy.deepcopy(model)`, torch's `AveragedModel`) is
+    shared memory, in which a step may be half applied: call `model.state_dict()` first. Nothing changes from then until
+    the next call of the strategy.
+
     Args:
         num_workers: How many child processes compute. In a task of a cluster with the job ps it is left out: each
             worker task then runs its own loop, and ps tasks serve (`parameter_cluster`).
@@ -169,10 +174,14 @@ class ParameterServerStrategy(Replicated):
         self.num_workers = num_workers
 
     def staleness(self) -> dict[int, dict[int, int]]:
-        """For each worker, how many of its pushes had missed how many others; the last number counts all above."""
-        if self._is_lockstep:
+        """For each worker, how many of its pushes had missed how many others; the last number counts all above.
+
+        Can be asked after the end as well.
+        """
+        main = None if self._is_lockstep else self.workers.main
+        if main is None:
             return {}
-        histogram = self.workers.board.histogram
+        histogram = main.variables.board.histogram
         return {
             worker: {staleness: int(count) for staleness, count in enumerate(histogram[worker]) if count}
             for worker in range(len(histogram))

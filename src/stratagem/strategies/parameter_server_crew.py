@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from stratagem.errors import ReplicaDiedError, ReplicaError
+from stratagem.replicas import values
 from stratagem.replicas.child import DONE, PRINTED
 from stratagem.replicas.functions import FunctionCache, pack_for
 from stratagem.replicas.group import Failure
@@ -62,10 +63,12 @@ class Step:
         self.is_reported = False
         self.num_pushed = 0
         self.lost_with: list[str] = []
+        self.when_done: Callable[[Step], object] = lambda _: None
 
     def finish(self, answer: Any = None, failure: Failure | None = None, error: BaseException | None = None) -> None:
         self.answer, self.failure, self.error, self.is_done = answer, failure, error, True
         self.args, self.kwargs, self.function = (), {}, None  # it may be kept long; what it was given need not be
+        self.when_done(self)
 
     @property
     def has_failed(self) -> bool:
@@ -221,9 +224,11 @@ class Crew:
         return not self.queue and any(len(worker.steps) < _DEPTH for worker in self.workers.values())
 
     def submit(self, step: Step) -> None:
-        """Enters a step; a worker gets it as soon as one has room."""
+        """Enters a step; a worker gets it as soon as one has room, with the arguments of this moment."""
         self.queue.append(step)
         self._hand_out()
+        if not step.is_sent:
+            step.args, step.kwargs = values.copied((step.args, step.kwargs), self._registry.__contains__)
 
     def call(self, worker: Worker, function: Callable[..., Any], *arguments: Any, reference: Any = None) -> Step:
         """Calls a function of the library in a worker, without waiting."""
@@ -263,6 +268,8 @@ class Crew:
     def _hand_out(self) -> None:
         """Gives steps to the workers that have the least."""
         for step in list(self.queue):
+            if step.is_done:
+                continue  # one before it has failed, which cancelled it
             able = [each for each in self.workers.values() if step.worker in (None, each.number)]
             worker = min(able, key=lambda each: len(each.steps), default=None)
             if worker is None or len(worker.steps) >= _DEPTH:
@@ -277,10 +284,13 @@ class Crew:
                 self.queue.appendleft(step)
                 self._lose(worker)
                 return  # that has handed out what there is
-            except BaseException:
+            except BaseException as error:
                 worker.news = news  # what it was not told, it is told next time
                 worker.forget_functions()
-                raise
+                step.finish(error=error)
+                if not isinstance(error, Exception):
+                    raise
+                continue
             if not worker.steps:
                 worker.last_news = time.monotonic()
             worker.steps.append((number, step))

@@ -78,7 +78,8 @@ class ParameterWorkers:
         self.num_runs = 0
         self._steps: list[Step] = []  # whose failures have not been looked for
         self._num_parts: dict[Any, int] = {}  # how many values a function returned, by its code
-        self._given: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []  # calls that new workers get as well
+        # Calls that new workers get as well, with how many there are then.
+        self.given: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self._is_started = False
         self._started = contextlib.ExitStack()
         weak = cast(ParameterWorkers, weakref.proxy(self))  # so that a strategy that the program drops can go
@@ -207,11 +208,6 @@ class ParameterWorkers:
             self.settle()
             return self.crew.ask_all(function, *arguments)
 
-    def give_all(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Calls a function of the library in every worker, also in those that come later."""
-        self.ask_children(function, *arguments)
-        self._given.append((function, arguments))
-
     def forget_functions(self) -> None:
         """Sends functions anew the next time: something that they used is gone."""
         live = self.distribution.registry.live()
@@ -237,7 +233,7 @@ class ParameterWorkers:
 
         def result() -> Any:
             made = joined([self.wait_for(step)], counts)
-            if code is not None and isinstance(made, tuple | list):
+            if code is not None and isinstance(made, tuple):  # a list may be as long as the batch
                 self._num_parts[code] = len(made)
             return made
 
@@ -260,12 +256,10 @@ class ParameterWorkers:
 
     def enter(self, step: Step) -> None:
         """Enters a step into the queue; what cannot be sent is an error now."""
+        self.crew.submit(step)
+        if step.is_done and not step.is_sent:
+            step.raise_error()
         self._steps.append(step)
-        try:
-            self.crew.submit(step)
-        except BaseException:
-            self._steps.remove(step)
-            raise
 
     def new_step(
         self, function: Any, args: Any, kwargs: Any, *, own_round: Round | None = None, worker: int | None = None
@@ -274,22 +268,10 @@ class ParameterWorkers:
         told = control.flattened(control.surroundings()), own_round
         return Step(function, args, kwargs, told=told, worker=worker)
 
-    def submit(self, step: Step) -> None:
-        """Enters a step whose failure somebody else looks for."""
-        with self.attending():
-            self.crew.submit(step)
-            self.crew.attend(0.0)
-
     def attend(self, *, wait: bool = False) -> None:
         """Takes in what workers have sent; waits a moment for something if told to."""
         with self.attending():
             self.crew.attend(0.1 if wait else 0.0)
-
-    def cancel(self, steps: Sequence[Step], error: BaseException) -> None:
-        """Takes steps back that no worker has been given."""
-        for step in [each for each in self.crew.queue if each in steps]:
-            self.crew.queue.remove(step)
-            step.finish(error=error)
 
     def wait_for(self, step: Step) -> Any:
         """The result of a step; its error, if it has failed."""
@@ -307,7 +289,7 @@ class ParameterWorkers:
             try:
                 self.crew.wait(lambda: not self.crew.num_under_way and not self.crew.queue)
             finally:
-                self.crew.queue.extend(waiting)
+                self.crew.queue.extend(step for step in waiting if not step.is_done)
 
     def result_of(self, step: Step) -> Any:
         return cast(Answer, step.answer).result
@@ -335,6 +317,10 @@ class ParameterWorkers:
             step.is_reported = True  # one failure is told once, and is most often that of all
         if failed:
             self._raise(failed[0])
+        self.judge(finished)
+
+    def judge(self, finished: Sequence[Step]) -> None:
+        """Warns of steps whose gradients were not finite, or raises."""
         for step in finished:
             if isinstance(step.answer, Answer):
                 skipped = [(0, step.answer.skipped)] if step.answer.skipped else []
@@ -363,8 +349,8 @@ class ParameterWorkers:
         arguments = self.key, worker.number, device, self._settings, main.variables.memory
         self.crew.call(worker, parameter_server_child.join, *arguments, StrategyInReplica(0, [device], 0, 1))
         introduce(worker, self.crew, self.key, main, self.distribution.registry, self._owner_ref())
-        for function, given in self._given:
-            self.crew.call(worker, function, *given)
+        for function, given in self.given:
+            self.crew.call(worker, function, len(self._devices), *given)
 
     def _mourn(self, number: int) -> tuple[int, int]:
         """Puts right what a lost worker left in shared memory."""

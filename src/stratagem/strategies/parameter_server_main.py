@@ -235,6 +235,13 @@ class MainProgram:
 _CHANGING = frozenset({"params", "lr", "initial_lr"})  # which make no difference to what state there is
 
 
+def settle_all() -> None:
+    """Waits for the steps under way of all parameter servers of this program, before it reads variables directly."""
+    for runtime in cast(list[Any], context.open_runtimes):
+        if isinstance(runtime, MainProgram):
+            runtime._workers.settle()
+
+
 def _settle(module: torch.nn.Module, *_: Any) -> None:
     """Before the state of a module is taken, steps that change it are done."""
     for runtime in cast(list[Any], context.open_runtimes):

@@ -102,11 +102,16 @@ class Pending:
 
 
 def pending(function: Callable[..., Any], *given: Any, gives_parts: bool = False) -> Any:
-    """What a function makes of values of which some are not there yet; they may be inside nestings."""
-    needed = [each for each in pytree.tree_leaves(given) if type(each) is Pending]
+    """What a function makes of values of which some are not there yet, and of others as they are now.
+
+    They may be inside nestings.
+    """
+    leaves, structure = pytree.tree_flatten(given)
+    needed = [each for each in leaves if type(each) is Pending]
     steps = [step for each in needed for step in each._steps if not step.is_done or step.has_failed]
     depth = 1 + max(each._depth for each in needed)
-    made = Pending(lambda: function(*waited_for(given)), steps, gives_parts=gives_parts, depth=depth)
+    kept = pytree.tree_unflatten([_as_it_is_now(each) for each in leaves], structure)
+    made = Pending(lambda: function(*waited_for(kept)), steps, gives_parts=gives_parts, depth=depth)
     if depth >= _DEEPEST:
         made.wait()
     return made
@@ -119,7 +124,9 @@ def is_pending(value: Any) -> bool:
 
 def waited_for(value: Any) -> Any:
     """A nesting with everything in it that workers still compute."""
-    return pytree.tree_map(lambda each: each.wait() if type(each) is Pending else each, value)
+    leaves, structure = pytree.tree_flatten(value)
+    # Not by `tree_map`, which would take a StopIteration of a step for its own end.
+    return pytree.tree_unflatten([each.wait() if type(each) is Pending else each for each in leaves], structure)
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
@@ -149,6 +156,15 @@ def _part_of(value: Any, place: int, num_parts: int) -> Any:
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+def _as_it_is_now(value: Any) -> Any:
+    """What the program may write to before a result is read, as a copy; gradients still flow to the original."""
+    if type(value) is Pending:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _reading(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ import torch
 
 from stratagem.errors import StrategyError
 from stratagem.strategies import context
+from stratagem.strategies.parameter_server_main import settle_all
 
 Variables = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Iterable[tuple[str | None, torch.Tensor]]
 Count = int | torch.Tensor | Callable[[], Any]
@@ -90,6 +91,7 @@ class ExponentialMovingAverage(torch.nn.Module):
                 f"    with strategy.scope():\n"
                 f"        ema = sg.ExponentialMovingAverage({self.decay}).track(model)"
             )
+        settle_all()
         taken = [name for group in self._groups() for name in group.names]
         for name, _ in new.values():
             taken.append(_unique(str(len(taken)) if name is None else name, taken))
@@ -118,6 +120,7 @@ class ExponentialMovingAverage(torch.nn.Module):
             named = list(_named(variables))
             known = self.track(named)._known()
             chosen = list({id(each): known[id(each)] for _, each in named}.values())
+        settle_all()
         decay, weights = self._current_decay(), defaultdict(list)
         for group, index in chosen:
             unfilled = group.unfilled[index]
@@ -202,6 +205,7 @@ class ExponentialMovingAverage(torch.nn.Module):
         if not averaged:
             raise StrategyError(f"{type(module).__name__} has no averages yet; call apply(model) first")
         averages = [self.average(each) for each in averaged]
+        settle_all()
         own = [each.detach().clone() for each in averaged]
         try:
             _write(averaged, averages)
