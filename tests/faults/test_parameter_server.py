@@ -187,6 +187,27 @@ def test_workers_join_and_leave_while_others_train(strategy: sg.ParameterServerS
     assert_each_step_counted_once(model, optimizer, num_steps)
 
 
+def test_workers_that_had_nothing_to_do_are_not_stalled(strategy: sg.ParameterServerStrategy) -> None:
+    def let_time_pass() -> None:
+        for worker in strategy.workers.crew.workers.values():
+            worker.last_news -= 3600.0
+
+    def make_data() -> range:
+        time.sleep(0.3)  # long enough to be looked after
+        return range(3)
+
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+    let_time_pass()
+    first = strategy.local_results(strategy.run(lambda x: model(x).shape, args=(torch.ones(2, 1),)))
+    assert first == (torch.Size([2, 1]),)
+    pids = [worker.process.pid for worker in strategy.workers.crew.workers.values()]
+    let_time_pass()
+    sg.ClusterCoordinator(strategy).create_per_worker_dataset(make_data)
+    assert [worker.process.pid for worker in strategy.workers.crew.workers.values()] == pids
+    assert not strategy.workers.crew._losses
+
+
 PROGRAM = """
 import os, time, torch, stratagem as sg
 strategy = sg.ParameterServerStrategy(num_workers=2)

@@ -109,6 +109,7 @@ class Worker:
     def start(self) -> None:
         """Waits for the process to be there."""
         ((self.process, self.wire),) = self._children.start(self._registry, self._timeout_s)
+        self.last_news = time.monotonic()
 
     def send(self, function: Callable[..., Any], arguments: tuple[Any, ...], reference: Any = None) -> int:
         """Sends a call; its number comes back with the answer."""
@@ -228,7 +229,10 @@ class Crew:
     def call(self, worker: Worker, function: Callable[..., Any], *arguments: Any, reference: Any = None) -> Step:
         """Calls a function of the library in a worker, without waiting."""
         step = Step(function, arguments, {}, is_own=True)
-        worker.steps.append((worker.send(function, arguments, reference), step))
+        number = worker.send(function, arguments, reference)
+        if not worker.steps:
+            worker.last_news = time.monotonic()  # it was silent because it had nothing to do
+        worker.steps.append((number, step))
         return step
 
     def ask_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
