@@ -11,6 +11,8 @@ from torch import nn
 import stratagem as sg
 from stratagem.errors import StepCancelledError, StrategyError
 
+PATIENCE_S = 20.0
+
 
 @pytest.fixture(scope="module")
 def coordinator(four_cpus: None) -> Iterator[sg.ClusterCoordinator]:
@@ -39,6 +41,17 @@ def test_schedule_never_waits(coordinator: sg.ClusterCoordinator, tmp_path: Path
     assert not any(value.is_done for value in values)
     (tmp_path / "go").touch()
     coordinator.join()
+
+
+def test_what_was_scheduled_is_run_when_the_state_was_taken_meanwhile(coordinator: sg.ClusterCoordinator) -> None:
+    with coordinator.strategy.scope():
+        model = nn.Linear(2, 1)
+    values = [coordinator.schedule(lambda: time.sleep(0.02) or model.weight.shape) for _ in range(20)]
+    model.state_dict()  # waits for what is under way, not for what nobody has been given
+    deadline = time.monotonic() + PATIENCE_S
+    while not coordinator.done():
+        assert time.monotonic() < deadline, f"{sum(each.is_done for each in values)} of 20 are done"
+    assert coordinator.fetch(values) == [model.weight.shape] * 20
 
 
 def test_training_reaches_the_same_weights_whoever_does_the_steps(coordinator: sg.ClusterCoordinator) -> None:

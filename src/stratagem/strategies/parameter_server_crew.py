@@ -251,6 +251,7 @@ class Crew:
 
     def attend(self, timeout_s: float) -> None:
         """Takes in what workers have sent, hands out steps, and looks after workers that are silent."""
+        self._hand_out()  # who waited for all steps has left some, and workers that have none send nothing
         events = self._poll.poll(1000 * timeout_s) if self.workers else []
         while events:
             ready = {descriptor for descriptor, _ in events}
