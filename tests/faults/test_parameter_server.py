@@ -16,6 +16,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ReplicaDiedError
+from stratagem.strategies.parameter_server_crew import Step
 
 PATIENCE_S = 30.0
 NUM_STEPS = 12
@@ -72,6 +73,21 @@ def step(model: nn.Module, optimizer: Dying, then: str = "") -> int:
     if then and took(then):
         os.kill(os.getpid(), signal.SIGKILL)
     return os.getpid()
+
+
+def give(strategy: sg.ParameterServerStrategy, worker: int, function: Any, *args: Any) -> Step:
+    """Gives a step to one of the workers."""
+    workers = strategy.workers
+    workers.prepare()
+    made = workers.new_step(function, args, {}, worker=worker)
+    workers.enter(made)
+    return made
+
+
+def wait_for(path: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not Path(path).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def assert_each_step_counted_once(model: nn.Module, optimizer: Dying, num_steps: int = NUM_STEPS) -> None:
@@ -185,6 +201,44 @@ def test_workers_join_and_leave_while_others_train(strategy: sg.ParameterServerS
     assert [len(each) for each in pids] == [2, 3, 1]
     assert pids[0] < pids[1] > pids[2]
     assert_each_step_counted_once(model, optimizer, num_steps)
+
+
+def test_worker_that_dies_while_it_leaves_is_not_replaced(
+    strategy: sg.ParameterServerStrategy, tmp_path: Path
+) -> None:
+    def die_once(path: str) -> int:
+        time.sleep(0.3)
+        if took(path):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.getpid()
+
+    (tmp_path / "die").touch()
+    step = give(strategy, 1, die_once, str(tmp_path / "die"))
+    step.worker = None  # whoever is left may have it then
+    strategy.resize(1)
+    (worker,) = strategy.workers.crew.workers.values()
+    assert not (tmp_path / "die").exists()
+    assert strategy.workers.wait_for(step) == worker.process.pid
+
+
+def test_worker_that_leaves_gets_no_more_steps(strategy: sg.ParameterServerStrategy, tmp_path: Path) -> None:
+    for _ in range(2):  # the one that stays has no room
+        give(strategy, 0, wait_for, str(tmp_path / "stay"))
+    coordinator = sg.ClusterCoordinator(strategy)
+    values = [coordinator.schedule(wait_for, args=(str(tmp_path / "go"),)) for _ in range(12)]
+    (tmp_path / "go").touch()
+    strategy.resize(1)
+    assert sum(each.is_done for each in values) <= 2  # those that it had
+    (tmp_path / "stay").touch()
+    coordinator.join()
+
+
+def test_workers_can_leave_before_they_have_begun(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    strategy.resize(1)
+    strategy.run(lambda: model.weight.shape).wait()
+    assert list(strategy.workers.crew.workers) == [0]
 
 
 def test_workers_that_had_nothing_to_do_are_not_stalled(strategy: sg.ParameterServerStrategy) -> None:

@@ -100,6 +100,7 @@ class Worker:
         self.num_calls = 0
         self.functions = FunctionCache(registry.__contains__)  # what it has been sent
         self.news: Any = None  # what it has not been told yet
+        self.is_leaving = False
         self.stopped_since: float | None = None
         self.last_news = time.monotonic()
         self._registry, self._timeout_s = registry, timeout_s
@@ -192,13 +193,18 @@ class Crew:
                 except (BrokenPipeError, ConnectionResetError):
                     self._lose(worker)
 
-    def remove(self, number: int) -> None:
-        """Lets a worker finish what it has, then ends it."""
-        worker = self.workers[number]
-        self.wait(lambda: not worker.steps)
-        self._poll.unregister(worker.wire.fileno())
-        del self.workers[number]
-        worker.end(politely=True)
+    def remove(self, numbers: Sequence[int]) -> None:
+        """Lets workers finish what they have, then ends them."""
+        leaving = [self.workers[number] for number in numbers]
+        for worker in leaving:
+            worker.is_leaving = True
+        self.wait(lambda: not any(worker.steps for worker in leaving))
+        for worker in leaving:
+            if self.workers.get(worker.number) is worker:  # else it was lost meanwhile
+                if hasattr(worker, "wire"):
+                    self._poll.unregister(worker.wire.fileno())
+                del self.workers[worker.number]
+                worker.end(politely=True)
 
     def stop(self) -> None:
         """Ends all workers."""
@@ -268,7 +274,8 @@ class Crew:
     def _hand_out(self) -> None:
         """Gives steps to the workers that have the least."""
         for step in list(self.queue):
-            able = [each for each in self.workers.values() if step.worker in (None, each.number)]
+            staying = [each for each in self.workers.values() if not each.is_leaving]
+            able = [each for each in staying if step.worker in (None, each.number)]
             worker = min(able, key=lambda each: len(each.steps), default=None)
             if worker is None or len(worker.steps) >= _DEPTH:
                 if step.worker is None:
@@ -358,8 +365,10 @@ class Crew:
                 step.finish(error=error)
             else:
                 self.queue.appendleft(step)
+        worker.steps.clear()
         del self.workers[worker.number]
-        self._replace(worker.number, cause)
+        if not worker.is_leaving:
+            self._replace(worker.number, cause)
         self._hand_out()
 
     def _replace(self, number: int, cause: str) -> None:

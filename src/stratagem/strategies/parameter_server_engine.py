@@ -144,8 +144,7 @@ class ParameterWorkers:
             if self.main is not None:
                 self.crew.begin(range(before, len(devices)))
                 self.crew.start() if self._is_started else None
-                for number in range(len(devices), before):
-                    self.crew.remove(number)
+                self.crew.remove(range(len(devices), before))
         del self._devices[len(devices) :]
 
     def close(self) -> None:
