@@ -16,6 +16,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ReplicaDiedError
+from stratagem.parameters.locks import Locks
 from stratagem.strategies.parameter_server_crew import Step
 
 PATIENCE_S = 30.0
@@ -133,6 +134,71 @@ def test_step_whose_worker_dies_after_its_push_is_not_pushed_twice(
     for _ in range(NUM_STEPS - 2):
         strategy.run(step, args=(model, optimizer))
     assert_each_step_counted_once(model, optimizer)
+
+
+class FatalCargo:
+    """Something whose receiver is killed if a file says so."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.__dict__ |= state
+        if took(self.path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_pushes_of_an_earlier_life_count_once_when_the_next_ends_before_the_step(
+    strategy: sg.ParameterServerStrategy, tmp_path: Path
+) -> None:
+    strategy.resize(1)
+    model, optimizer = make_model(strategy, tmp_path / "never", signal.SIGKILL)
+    cargo = FatalCargo(str(tmp_path / "second"))
+
+    def two_pushes(_: FatalCargo, first: str, second: str) -> None:
+        step(model, optimizer)
+        if took(first):
+            Path(second).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(model, optimizer)
+
+    (tmp_path / "first").touch()
+    strategy.run(two_pushes, args=(cargo, str(tmp_path / "first"), cargo.path)).wait()
+    assert not list(tmp_path.iterdir())
+    assert len(strategy.workers.crew._losses) == 2
+    assert_each_step_counted_once(model, optimizer, 2)
+
+
+def test_push_whose_worker_dies_before_it_is_counted_is_seen_by_all(
+    strategy: sg.ParameterServerStrategy, tmp_path: Path
+) -> None:
+    model, optimizer = make_model(strategy, tmp_path / "never", signal.SIGKILL)
+    num_shards = strategy.workers.begin().variables.memory.num_shards  # also the number of the lock of the count
+
+    def die_before_it_is_counted(path: str) -> None:
+        is_last = took(path)
+
+        def held(locks: Locks, number: int, **options: Any) -> Any:
+            if is_last and number == num_shards:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return of_locks(locks, number, **options)
+
+        of_locks, Locks.held = Locks.held, held  # type: ignore[method-assign]
+        try:
+            step(model, optimizer)
+        finally:
+            Locks.held = of_locks  # type: ignore[method-assign]
+
+    def look() -> float:
+        return next(model.parameters())[0, 0].item()
+
+    strategy.workers.wait_for(give(strategy, 0, step, model, optimizer))
+    assert strategy.workers.wait_for(give(strategy, 1, look)) == -1.0
+    (tmp_path / "die").touch()
+    strategy.workers.wait_for(give(strategy, 0, die_before_it_is_counted, str(tmp_path / "die")))
+    assert not (tmp_path / "die").exists()
+    assert strategy.workers.wait_for(give(strategy, 1, look)) == -2.0
+    assert_each_step_counted_once(model, optimizer, 2)
 
 
 def test_new_worker_has_everything_and_idle_ones_may_die(strategy: sg.ParameterServerStrategy, tmp_path: Path) -> None:

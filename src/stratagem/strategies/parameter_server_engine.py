@@ -88,7 +88,7 @@ class ParameterWorkers:
             max_restarts=max_restarts,
             window_s=restart_window_s,
             welcome=functools.partial(ParameterWorkers._welcome, weak),
-            mourn=functools.partial(ParameterWorkers._mourn, weak),
+            mourn=lambda number: cast(MainProgram, weak.main).mourn(number),
             message=functools.partial(ParameterWorkers._message, weak),
         )
         self._ending = weakref.finalize(self, _end, self.crew, self._started, self._process)
@@ -359,20 +359,12 @@ class ParameterWorkers:
         """Gives a new worker all that the others have."""
         device = self._devices[worker.number % len(self._devices)]
         main = cast(MainProgram, self.main)
+        main.variables.board.call[worker.number] = 0  # who had its place before counted its own
         arguments = self.key, worker.number, device, self._settings, main.variables.memory
         self.crew.call(worker, parameter_server_child.join, *arguments, StrategyInReplica(0, [device], 0, 1))
         introduce(worker, self.crew, self.key, main, self.distribution.registry, self._owner_ref())
         for function, given in self._given:
             self.crew.call(worker, function, *given)
-
-    def _mourn(self, number: int) -> tuple[int, int]:
-        """Puts right what a lost worker left in shared memory."""
-        variables = cast(MainProgram, self.main).variables
-        board = variables.board
-        with variables.journal.writing(range(self._num_shards)):
-            board.pushing[number] = board.committed[number]
-        board.in_flight[number] = 0
-        return int(board.call[number]), int(board.committed[number] - board.call_start[number])
 
 
 def _settle_before(reference: "weakref.ref[ParameterWorkers]", module: torch.nn.Module, _: Any) -> None:
