@@ -354,6 +354,28 @@ def test_nothing_is_left_when_the_main_program_is_killed() -> None:
     assert not left
 
 
+FAILING_PROGRAM = """
+import os, sys, time, torch, stratagem as sg
+strategy = sg.ParameterServerStrategy(num_workers=1)
+with strategy.scope():
+    model = torch.nn.Linear(1, 1)
+strategy.run(lambda: model.weight.shape).wait()
+if fork := os.fork():
+    os.waitpid(fork, 0)
+    print(strategy.local_results(strategy.run(lambda: "still here"))[0])
+    strategy.run(time.sleep, args=(600.0,))
+raise ValueError("bad row 812")
+"""
+
+
+def test_program_that_fails_does_not_wait_for_its_steps() -> None:
+    ended = subprocess.run([sys.executable, "-c", FAILING_PROGRAM], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.returncode == 1
+    assert ended.stdout == "still here\n"  # its fork, which failed as well, took nothing from it
+    assert ended.stderr.count("ValueError: bad row 812") == 2
+    assert ended.stderr.count("Traceback") == 2
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"

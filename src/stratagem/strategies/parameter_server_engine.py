@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast, final
@@ -192,7 +193,8 @@ class ParameterWorkers:
 
     def tell_others(self, error: BaseException) -> None:
         """The program has failed: what is under way is not waited for any more."""
-        self.crew.stop()
+        if os.getpid() == self._process:  # a fork may fail by itself
+            self.crew.stop()
 
     # What `distribution` needs
 
@@ -387,5 +389,8 @@ _open: "weakref.WeakSet[ParameterWorkers]" = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
+    error = getattr(sys, "last_value", None)  # what has ended the program, if anything
     for workers in list(_open):
+        if error is not None:
+            workers.tell_others(error)
         workers.close()
