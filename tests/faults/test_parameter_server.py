@@ -118,6 +118,35 @@ def test_push_that_is_cut_short_is_undone_and_made_by_another(
     assert_each_step_counted_once(model, optimizer)
 
 
+@pytest.mark.parametrize("is_killed", [False, True], ids=["main program writes", "other worker is killed"])
+def test_worker_that_is_stopped_in_a_push_does_not_stop_the_main_program(
+    strategy: sg.ParameterServerStrategy, tmp_path: Path, is_killed: bool
+) -> None:
+    model, optimizer = make_model(strategy, tmp_path / "stop", signal.SIGSTOP)
+    for worker in (0, 1):
+        strategy.workers.wait_for(give(strategy, worker, step, model, optimizer))
+    (tmp_path / "stop").touch()
+    stopped, other = strategy.workers.crew.workers.values()
+    cut_short = give(strategy, 0, step, model, optimizer)
+    deadline = time.monotonic() + PATIENCE_S
+    while not stopped.process.is_stopped:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    if is_killed:
+        os.kill(other.process.pid, signal.SIGKILL)
+    else:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(-2.0)  # what it was before
+    results = [strategy.run(step, args=(model, optimizer)) for _ in range(2)]
+    for each in results:
+        each.wait()
+    strategy.workers.wait_for(cut_short)
+    causes = [cause for _, cause in strategy.workers.crew._losses]
+    assert len([cause for cause in causes if "was stopped for" in cause]) == 1
+    assert_each_step_counted_once(model, optimizer, 5)
+
+
 def test_step_whose_worker_dies_after_its_push_is_not_pushed_twice(
     strategy: sg.ParameterServerStrategy, tmp_path: Path
 ) -> None:
@@ -269,9 +298,7 @@ def test_workers_join_and_leave_while_others_train(strategy: sg.ParameterServerS
     assert_each_step_counted_once(model, optimizer, num_steps)
 
 
-def test_worker_that_dies_while_it_leaves_is_not_replaced(
-    strategy: sg.ParameterServerStrategy, tmp_path: Path
-) -> None:
+def test_worker_that_dies_while_it_leaves_is_not_replaced(strategy: sg.ParameterServerStrategy, tmp_path: Path) -> None:
     def die_once(path: str) -> int:
         time.sleep(0.3)
         if took(path):
@@ -369,7 +396,8 @@ raise ValueError("bad row 812")
 
 
 def test_program_that_fails_does_not_wait_for_its_steps() -> None:
-    ended = subprocess.run([sys.executable, "-c", FAILING_PROGRAM], capture_output=True, text=True, timeout=PATIENCE_S)
+    command = [sys.executable, "-c", FAILING_PROGRAM]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == 1
     assert ended.stdout == "still here\n"  # its fork, which failed as well, took nothing from it
     assert ended.stderr.count("ValueError: bad row 812") == 2

@@ -100,7 +100,7 @@ class Worker:
         self.num_calls = 0
         self.functions = FunctionCache(registry.__contains__)  # what it has been sent
         self.news: Any = None  # what it has not been told yet
-        self.is_leaving = False
+        self.is_leaving, self.killed_because = False, ""
         self.stopped_since: float | None = None
         self.last_news = time.monotonic()
         self._registry, self._timeout_s = registry, timeout_s
@@ -336,6 +336,15 @@ class Crew:
             else:
                 worker.stopped_since = None
 
+    def look_after_holder(self, process: int, waited_s: float) -> None:
+        """Ends a worker that keeps a lock for which the program has waited; it is lost when somebody attends."""
+        for worker in self.workers.values() if waited_s > _STOPPED_S else ():
+            if hasattr(worker, "wire") and worker.process.pid == process:
+                is_stopped = worker.process.is_stopped
+                if is_stopped or waited_s > self.stall_timeout_s:
+                    worker.killed_because = f"{'was stopped' if is_stopped else 'kept a lock'} for {waited_s:.1f} s"
+                    worker.process.kill()
+
     def _take_last(self, worker: Worker) -> None:
         """Takes in what a worker sent before its end; a process that it forked may keep its pipe open."""
         descriptor = worker.wire.fileno()
@@ -349,6 +358,7 @@ class Crew:
     def _lose(self, worker: Worker, why: str = "") -> None:
         """Gives the steps of a lost worker to others, and puts a new one in its place."""
         self._poll.unregister(worker.wire.fileno())
+        why = why or worker.killed_because
         how, more = (why, "") if why else worker.process.how_it_ended(_STATUS_WAIT_S)
         worker.end(politely=False)
         cause = f"{worker} {how}{more}"

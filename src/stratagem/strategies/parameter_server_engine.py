@@ -115,6 +115,7 @@ class ParameterWorkers:
         if self.main is None:
             self._started.enter_context(this_process().in_use(f"{self._name}()"))
             memory = SharedMemoryOfShards.create(self._num_shards)
+            memory.locks.while_waiting = self.crew.look_after_holder
             slots = len(self._devices) if isinstance(self._settings.consistency, Synchronous) else 0
             self.main = MainProgram(memory, self.distribution, cast(Any, weakref.proxy(self)), num_slots=slots)
             self._started.callback(self.main.close)
