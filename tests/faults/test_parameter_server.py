@@ -16,6 +16,8 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ReplicaDiedError
+from stratagem.parameters.locks import Locks
+from stratagem.strategies.parameter_server_steps import Step
 
 PATIENCE_S = 30.0
 NUM_STEPS = 12
@@ -74,6 +76,21 @@ def step(model: nn.Module, optimizer: Dying, then: str = "") -> int:
     return os.getpid()
 
 
+def give(strategy: sg.ParameterServerStrategy, worker: int, function: Any, *args: Any) -> Step:
+    """Gives a step to one of the workers."""
+    workers = strategy.workers
+    workers.prepare()
+    made = workers.new_step(function, args, {}, worker=worker)
+    workers.enter(made)
+    return made
+
+
+def wait_for(path: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not Path(path).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def assert_each_step_counted_once(model: nn.Module, optimizer: Dying, num_steps: int = NUM_STEPS) -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, torch.full_like(value, -num_steps)), name
@@ -101,6 +118,35 @@ def test_push_that_is_cut_short_is_undone_and_made_by_another(
     assert_each_step_counted_once(model, optimizer)
 
 
+@pytest.mark.parametrize("is_killed", [False, True], ids=["main program writes", "other worker is killed"])
+def test_worker_that_is_stopped_in_a_push_does_not_stop_the_main_program(
+    strategy: sg.ParameterServerStrategy, tmp_path: Path, is_killed: bool
+) -> None:
+    model, optimizer = make_model(strategy, tmp_path / "stop", signal.SIGSTOP)
+    for worker in (0, 1):
+        strategy.workers.wait_for(give(strategy, worker, step, model, optimizer))
+    (tmp_path / "stop").touch()
+    stopped, other = strategy.workers.crew.workers.values()
+    cut_short = give(strategy, 0, step, model, optimizer)
+    deadline = time.monotonic() + PATIENCE_S
+    while not stopped.process.is_stopped:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    if is_killed:
+        os.kill(other.process.pid, signal.SIGKILL)
+    else:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(-2.0)  # what it was before
+    results = [strategy.run(step, args=(model, optimizer)) for _ in range(2)]
+    for each in results:
+        each.wait()
+    strategy.workers.wait_for(cut_short)
+    causes = [cause for _, cause in strategy.workers.crew._losses]
+    assert len([cause for cause in causes if "was stopped for" in cause]) == 1
+    assert_each_step_counted_once(model, optimizer, 5)
+
+
 def test_step_whose_worker_dies_after_its_push_is_not_pushed_twice(
     strategy: sg.ParameterServerStrategy, tmp_path: Path
 ) -> None:
@@ -117,6 +163,71 @@ def test_step_whose_worker_dies_after_its_push_is_not_pushed_twice(
     for _ in range(NUM_STEPS - 2):
         strategy.run(step, args=(model, optimizer))
     assert_each_step_counted_once(model, optimizer)
+
+
+class FatalCargo:
+    """Something whose receiver is killed if a file says so."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        self.__dict__ |= state
+        if took(self.path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_pushes_of_an_earlier_life_count_once_when_the_next_ends_before_the_step(
+    strategy: sg.ParameterServerStrategy, tmp_path: Path
+) -> None:
+    strategy.resize(1)
+    model, optimizer = make_model(strategy, tmp_path / "never", signal.SIGKILL)
+    cargo = FatalCargo(str(tmp_path / "second"))
+
+    def two_pushes(_: FatalCargo, first: str, second: str) -> None:
+        step(model, optimizer)
+        if took(first):
+            Path(second).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(model, optimizer)
+
+    (tmp_path / "first").touch()
+    strategy.run(two_pushes, args=(cargo, str(tmp_path / "first"), cargo.path)).wait()
+    assert not list(tmp_path.iterdir())
+    assert len(strategy.workers.crew._losses) == 2
+    assert_each_step_counted_once(model, optimizer, 2)
+
+
+def test_push_whose_worker_dies_before_it_is_counted_is_seen_by_all(
+    strategy: sg.ParameterServerStrategy, tmp_path: Path
+) -> None:
+    model, optimizer = make_model(strategy, tmp_path / "never", signal.SIGKILL)
+    num_shards = strategy.workers.begin().variables.memory.num_shards  # also the number of the lock of the count
+
+    def die_before_it_is_counted(path: str) -> None:
+        is_last = took(path)
+
+        def held(locks: Locks, number: int, **options: Any) -> Any:
+            if is_last and number == num_shards:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return of_locks(locks, number, **options)
+
+        of_locks, Locks.held = Locks.held, held  # type: ignore[method-assign]
+        try:
+            step(model, optimizer)
+        finally:
+            Locks.held = of_locks  # type: ignore[method-assign]
+
+    def look() -> float:
+        return next(model.parameters())[0, 0].item()
+
+    strategy.workers.wait_for(give(strategy, 0, step, model, optimizer))
+    assert strategy.workers.wait_for(give(strategy, 1, look)) == -1.0
+    (tmp_path / "die").touch()
+    strategy.workers.wait_for(give(strategy, 0, die_before_it_is_counted, str(tmp_path / "die")))
+    assert not (tmp_path / "die").exists()
+    assert strategy.workers.wait_for(give(strategy, 1, look)) == -2.0
+    assert_each_step_counted_once(model, optimizer, 2)
 
 
 def test_new_worker_has_everything_and_idle_ones_may_die(strategy: sg.ParameterServerStrategy, tmp_path: Path) -> None:
@@ -187,6 +298,63 @@ def test_workers_join_and_leave_while_others_train(strategy: sg.ParameterServerS
     assert_each_step_counted_once(model, optimizer, num_steps)
 
 
+def test_worker_that_dies_while_it_leaves_is_not_replaced(strategy: sg.ParameterServerStrategy, tmp_path: Path) -> None:
+    def die_once(path: str) -> int:
+        time.sleep(0.3)
+        if took(path):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return os.getpid()
+
+    (tmp_path / "die").touch()
+    step = give(strategy, 1, die_once, str(tmp_path / "die"))
+    step.worker = None  # whoever is left may have it then
+    strategy.resize(1)
+    (worker,) = strategy.workers.crew.workers.values()
+    assert not (tmp_path / "die").exists()
+    assert strategy.workers.wait_for(step) == worker.process.pid
+
+
+def test_worker_that_leaves_gets_no_more_steps(strategy: sg.ParameterServerStrategy, tmp_path: Path) -> None:
+    for _ in range(2):  # the one that stays has no room
+        give(strategy, 0, wait_for, str(tmp_path / "stay"))
+    coordinator = sg.ClusterCoordinator(strategy)
+    values = [coordinator.schedule(wait_for, args=(str(tmp_path / "go"),)) for _ in range(12)]
+    (tmp_path / "go").touch()
+    strategy.resize(1)
+    assert sum(each.is_done for each in values) <= 2  # those that it had
+    (tmp_path / "stay").touch()
+    coordinator.join()
+
+
+def test_workers_can_leave_before_they_have_begun(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+    strategy.resize(1)
+    strategy.run(lambda: model.weight.shape).wait()
+    assert list(strategy.workers.crew.workers) == [0]
+
+
+def test_workers_that_had_nothing_to_do_are_not_stalled(strategy: sg.ParameterServerStrategy) -> None:
+    def let_time_pass() -> None:
+        for worker in strategy.workers.crew.workers.values():
+            worker.last_news -= 3600.0
+
+    def make_data() -> range:
+        time.sleep(0.3)  # long enough to be looked after
+        return range(3)
+
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+    let_time_pass()
+    first = strategy.local_results(strategy.run(lambda x: model(x).shape, args=(torch.ones(2, 1),)))
+    assert first == (torch.Size([2, 1]),)
+    pids = [worker.process.pid for worker in strategy.workers.crew.workers.values()]
+    let_time_pass()
+    sg.ClusterCoordinator(strategy).create_per_worker_dataset(make_data)
+    assert [worker.process.pid for worker in strategy.workers.crew.workers.values()] == pids
+    assert not strategy.workers.crew._losses
+
+
 PROGRAM = """
 import os, time, torch, stratagem as sg
 strategy = sg.ParameterServerStrategy(num_workers=2)
@@ -211,6 +379,29 @@ def test_nothing_is_left_when_the_main_program_is_killed() -> None:
     while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left
+
+
+FAILING_PROGRAM = """
+import os, sys, time, torch, stratagem as sg
+strategy = sg.ParameterServerStrategy(num_workers=1)
+with strategy.scope():
+    model = torch.nn.Linear(1, 1)
+strategy.run(lambda: model.weight.shape).wait()
+if fork := os.fork():
+    os.waitpid(fork, 0)
+    print(strategy.local_results(strategy.run(lambda: "still here"))[0])
+    strategy.run(time.sleep, args=(600.0,))
+raise ValueError("bad row 812")
+"""
+
+
+def test_program_that_fails_does_not_wait_for_its_steps() -> None:
+    command = [sys.executable, "-c", FAILING_PROGRAM]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=50.0)
+    assert ended.returncode == 1
+    assert ended.stdout == "still here\n"  # its fork, which failed as well, took nothing from it
+    assert ended.stderr.count("ValueError: bad row 812") == 2
+    assert ended.stderr.count("Traceback") == 2
 
 
 def is_running(pid: int) -> bool:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 
 import pytest
@@ -114,6 +115,36 @@ def test_lock_of_a_dead_process_is_free() -> None:
     assert in_a_fork(hold_and_die) == -signal.SIGKILL
     with memory.locks.held(0):
         pass
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_who_waits_can_end_the_holder_of_a_lock(is_shared: bool) -> None:
+    memory, context = Memory(), multiprocessing.get_context("fork")
+    is_held = context.Event()
+
+    def hold() -> None:
+        with memory.locks.held(3, shared=is_shared):
+            is_held.set()
+            time.sleep(PATIENCE_S)
+
+    holder = context.Process(target=hold)
+    holder.start()
+    assert is_held.wait(PATIENCE_S)
+    told: list[int] = []
+
+    def end(process: int, waited_s: float) -> None:
+        if process and not told:
+            os.kill(process, signal.SIGKILL)
+        told.append(process)
+
+    memory.locks.while_waiting = end
+    with memory.locks.held(3):
+        pass
+    assert told[0] == holder.pid
+    assert set(told) <= {holder.pid, 0}  # 0 when it has just gone
+    holder.join(PATIENCE_S)
+    assert holder.exitcode == -signal.SIGKILL
+    holder.close()
 
 
 def test_gate_lets_the_oldest_push_and_the_others_wait() -> None:

@@ -16,6 +16,8 @@ import stratagem as sg
 from stratagem.errors import NonFiniteGradientError, StepCancelledError, StrategyError
 from stratagem.strategies import coordinator as module
 
+PATIENCE_S = 20.0
+
 
 @pytest.fixture(scope="module")
 def coordinator(four_cpus: None) -> Iterator[sg.ClusterCoordinator]:
@@ -63,6 +65,17 @@ def test_arguments_are_those_of_the_moment_of_schedule(coordinator: sg.ClusterCo
         values.append(coordinator.schedule(add_up, args=(str(tmp_path / "go"), model.weight, tensor, array)))
     (tmp_path / "go").touch()
     assert coordinator.fetch(values) == [(11.0 * number, True) for number in range(8)]
+
+
+def test_what_was_scheduled_is_run_when_the_state_was_taken_meanwhile(coordinator: sg.ClusterCoordinator) -> None:
+    with coordinator.strategy.scope():
+        model = nn.Linear(2, 1)
+    values = [coordinator.schedule(lambda: time.sleep(0.02) or model.weight.shape) for _ in range(20)]
+    model.state_dict()  # waits for what is under way, not for what nobody has been given
+    deadline = time.monotonic() + PATIENCE_S
+    while not coordinator.done():
+        assert time.monotonic() < deadline, f"{sum(each.is_done for each in values)} of 20 are done"
+    assert coordinator.fetch(values) == [model.weight.shape] * 20
 
 
 def test_training_reaches_the_same_weights_whoever_does_the_steps(coordinator: sg.ClusterCoordinator) -> None:

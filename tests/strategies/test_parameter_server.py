@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import threading
 import time
 import warnings
@@ -409,6 +410,39 @@ def test_staleness_never_exceeds_its_bound(four_cpus: None) -> None:
         model.state_dict()
         found = strategy.staleness()
     assert sum(sum(counts.values()) for counts in found.values()) == 30
+    assert max(max(counts) for counts in found.values()) <= 1
+
+
+def test_what_the_main_program_writes_during_steps_makes_nobody_wait(four_cpus: None, tmp_path: Path) -> None:
+    with sg.ParameterServerStrategy(2, consistency=sg.BoundedStaleness(1)) as strategy:
+        with strategy.scope():
+            model = nn.Linear(1, 1, bias=False)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def step(path: str) -> None:
+            Path(path, str(os.getpid())).touch()
+            optimizer.zero_grad()
+            model.weight.sum().backward()
+            while not Path(path, "go").exists():
+                time.sleep(0.002)
+            optimizer.step()
+
+        results = [strategy.run(step, args=(str(tmp_path),)) for _ in range(2)]
+        deadline = time.monotonic() + PATIENCE_S
+        while len(list(tmp_path.iterdir())) < 2:  # both are in a step
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        with torch.no_grad():
+            model.weight.fill_(10.0)
+        results.append(strategy.run(step, args=(str(tmp_path),)))
+        (tmp_path / "go").touch()
+        while not all(map(strategy.is_ready, results)):
+            if time.monotonic() > deadline:
+                strategy.workers.end()  # else those who wait are waited for
+            assert time.monotonic() < deadline
+        assert model.state_dict()["weight"].item() == 7.0
+        found = strategy.staleness()
+    assert sum(sum(counts.values()) for counts in found.values()) == 3
     assert max(max(counts) for counts in found.values()) <= 1
 
 

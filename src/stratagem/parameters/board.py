@@ -34,7 +34,7 @@ class Board:
         # NumPy: a single number costs it a tenth of what it costs torch, and these are read in every step.
         flat = region.shared(torch.int64, 0, sum(sizes)).numpy()
         self._common, self.dirty, targets, workers, histogram = np.split(flat, np.cumsum(sizes)[:-1])
-        self.targets = targets.reshape(MAX_TARGETS, 4)  # how it was saved, from where, to where; its last change
+        self.targets = targets.reshape(MAX_TARGETS, 4)  # how it was saved, from where, to where; its changes, counted
         fields = workers.reshape(_NUM_PER_WORKER, MAX_WORKERS)
         self.pushing, self.committed = fields[0], fields[1]  # the push under way; the last that is done
         self.in_flight = fields[2]  # 1 + the version that its step was pulled from; 0 when it is in no step
@@ -57,6 +57,15 @@ class Board:
     @version.setter
     def version(self, value: int) -> None:
         self._common[0] = value
+
+    @property
+    def num_writes(self) -> int:
+        """How often the main program has changed values; no pushes, so that they make nobody's push staler."""
+        return int(self._common[3])
+
+    @num_writes.setter
+    def num_writes(self, value: int) -> None:
+        self._common[3] = value
 
     @property
     def state_version(self) -> int:

@@ -77,6 +77,7 @@ class LocalVariables:
         self.journal = Journal(memory.board, memory.locks)
         self.held: list[Held] = []
         self.version = -1  # which this process' copies are of
+        self._num_writes = -1  # likewise: how many of the main program's they have
         self._torn_reads = torn_reads
         self._copies: dict[int, torch.Tensor] = {}  # by number of the target: this process' own values
         self._pulled: dict[int, torch.Tensor] = {}  # of buffers: what they were when they were pulled
@@ -129,14 +130,14 @@ class LocalVariables:
                 with self.journal.writing([held.shard]):
                     held.store.region.publish(pages)
                     self.note_change([held.target])
-                    self.board.version += 1
+                    self.board.num_writes += 1
 
     # In all processes
 
     def note_change(self, targets: Iterable[Target]) -> None:
         """Lets workers know that these have changed; the caller holds the shards."""
         for target in targets:
-            self.board.targets[target.number, 3] = self.board.version + 1
+            self.board.targets[target.number, 3] += 1
 
     def add(self, held: Held) -> None:
         """Takes variables."""
@@ -182,13 +183,17 @@ class LocalVariables:
 
     def pull(self, *, if_changed: bool = True) -> None:
         """Brings this worker's copies up to date; each variable is of one version, those of a shard together."""
-        if if_changed and self.board.version == self.version:
+        version, num_writes = self.board.version, self.board.num_writes
+        if if_changed and (version, num_writes) == (self.version, self._num_writes):
             return
-        version = self.board.version
         for shard in range(self.memory.num_shards):
             with self.journal.reading(shard):
                 self.copy_shard(shard)
-        self.version = version
+        self.version, self._num_writes = version, num_writes
+
+    def is_behind(self, version: int) -> bool:
+        """Whether this worker's copies are older than a version, or than what the main program wrote."""
+        return self.version < version or self._num_writes != self.board.num_writes
 
     def forget(self) -> None:
         """Has everything copied anew: this worker has changed its copies, and not pushed that."""

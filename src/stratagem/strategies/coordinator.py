@@ -16,8 +16,8 @@ from stratagem.parameters.consistency import Synchronous
 from stratagem.replicas import values
 from stratagem.strategies import context, in_child
 from stratagem.strategies.parameter_server import ParameterServerStrategy
-from stratagem.strategies.parameter_server_crew import Step
 from stratagem.strategies.parameter_server_engine import ParameterWorkers
+from stratagem.strategies.parameter_server_steps import Step
 from stratagem.strategies.strategy import require_call
 
 _keys = itertools.count(1)

@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from stratagem.errors import ReplicaDiedError, ReplicaError
+from stratagem.errors import ReplicaDiedError
 from stratagem.replicas import values
 from stratagem.replicas.child import DONE, PRINTED
 from stratagem.replicas.functions import FunctionCache, pack_for
-from stratagem.replicas.group import Failure
 from stratagem.replicas.launcher import ForkedChildren
 from stratagem.replicas.registry import Registry
+from stratagem.strategies.parameter_server_steps import Step
 
 _DEPTH = 2  # steps that a worker has at a time: while it computes one, the next is there already
 _SLICE_S = 0.1
@@ -27,64 +27,7 @@ _STATUS_WAIT_S = 2.0
 _STOP_GRACE_S = 2.0
 _MAX_ATTEMPTS = 3
 
-Send = Callable[["Worker", "Step"], tuple[Callable[..., Any], tuple[Any, ...]]]
-
-
-@final
-class Step:
-    """One call of a function in a worker.
-
-    Args:
-        function: What is called.
-        args: Its arguments, as they are sent.
-        kwargs: Its keyword arguments.
-        told: What is sent with it besides, for whoever makes the message.
-        worker: Which worker must have it; `None` for any.
-        is_own: Whether it is a call of the library's own: it is not given to another worker.
-    """
-
-    def __init__(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        told: Any = None,
-        worker: int | None = None,
-        is_own: bool = False,
-    ) -> None:
-        self.function, self.args, self.kwargs, self.told, self.worker = function, args, kwargs, told, worker
-        self.is_own = is_own
-        self.is_done = False
-        self.is_sent = False
-        self.answer: Any = None
-        self.failure: Failure | None = None
-        self.error: BaseException | None = None
-        self.is_reported = False
-        self.num_pushed = 0
-        self.lost_with: list[str] = []
-        self.when_done: Callable[[Step], object] = lambda _: None
-
-    def finish(self, answer: Any = None, failure: Failure | None = None, error: BaseException | None = None) -> None:
-        self.answer, self.failure, self.error, self.is_done = answer, failure, error, True
-        self.args, self.kwargs, self.function = (), {}, None  # it may be kept long; what it was given need not be
-        self.when_done(self)
-
-    @property
-    def has_failed(self) -> bool:
-        return self.failure is not None or self.error is not None
-
-    def raise_error(self) -> None:
-        """Raises what went wrong, with the worker's own traceback; it then counts as reported."""
-        self.is_reported = True
-        if self.error is not None:
-            raise self.error
-        if self.failure is not None:
-            error, line, text = self.failure
-            raised = error if error is not None else ReplicaError(f"a worker raised {line}")
-            self.failure, self.error = None, raised
-            raised.add_note(f"raised in a worker:\n{text}")
-            raise raised
+Send = Callable[["Worker", Step], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 @final
@@ -103,6 +46,7 @@ class Worker:
         self.num_calls = 0
         self.functions = FunctionCache(registry.__contains__)  # what it has been sent
         self.news: Any = None  # what it has not been told yet
+        self.is_leaving, self.killed_because = False, ""
         self.stopped_since: float | None = None
         self.last_news = time.monotonic()
         self._registry, self._timeout_s = registry, timeout_s
@@ -112,6 +56,7 @@ class Worker:
     def start(self) -> None:
         """Waits for the process to be there."""
         ((self.process, self.wire),) = self._children.start(self._registry, self._timeout_s)
+        self.last_news = time.monotonic()
 
     def send(self, function: Callable[..., Any], arguments: tuple[Any, ...], reference: Any = None) -> int:
         """Sends a call; its number comes back with the answer."""
@@ -194,13 +139,18 @@ class Crew:
                 except (BrokenPipeError, ConnectionResetError):
                     self._lose(worker)
 
-    def remove(self, number: int) -> None:
-        """Lets a worker finish what it has, then ends it."""
-        worker = self.workers[number]
-        self.wait(lambda: not worker.steps)
-        self._poll.unregister(worker.wire.fileno())
-        del self.workers[number]
-        worker.end(politely=True)
+    def remove(self, numbers: Sequence[int]) -> None:
+        """Lets workers finish what they have, then ends them."""
+        leaving = [self.workers[number] for number in numbers]
+        for worker in leaving:
+            worker.is_leaving = True
+        self.wait(lambda: not any(worker.steps for worker in leaving))
+        for worker in leaving:
+            if self.workers.get(worker.number) is worker:  # else it was lost meanwhile
+                if hasattr(worker, "wire"):
+                    self._poll.unregister(worker.wire.fileno())
+                del self.workers[worker.number]
+                worker.end(politely=True)
 
     def stop(self) -> None:
         """Ends all workers."""
@@ -233,7 +183,10 @@ class Crew:
     def call(self, worker: Worker, function: Callable[..., Any], *arguments: Any, reference: Any = None) -> Step:
         """Calls a function of the library in a worker, without waiting."""
         step = Step(function, arguments, {}, is_own=True)
-        worker.steps.append((worker.send(function, arguments, reference), step))
+        number = worker.send(function, arguments, reference)
+        if not worker.steps:
+            worker.last_news = time.monotonic()  # it was silent because it had nothing to do
+        worker.steps.append((number, step))
         return step
 
     def ask_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -252,6 +205,7 @@ class Crew:
 
     def attend(self, timeout_s: float) -> None:
         """Takes in what workers have sent, hands out steps, and looks after workers that are silent."""
+        self._hand_out()  # who waited for all steps has left some, and workers that have none send nothing
         events = self._poll.poll(1000 * timeout_s) if self.workers else []
         while events:
             ready = {descriptor for descriptor, _ in events}
@@ -270,7 +224,8 @@ class Crew:
         for step in list(self.queue):
             if step.is_done:
                 continue  # one before it has failed, which cancelled it
-            able = [each for each in self.workers.values() if step.worker in (None, each.number)]
+            staying = [each for each in self.workers.values() if not each.is_leaving]
+            able = [each for each in staying if step.worker in (None, each.number)]
             worker = min(able, key=lambda each: len(each.steps), default=None)
             if worker is None or len(worker.steps) >= _DEPTH:
                 if step.worker is None:
@@ -334,6 +289,15 @@ class Crew:
             else:
                 worker.stopped_since = None
 
+    def look_after_holder(self, process: int, waited_s: float) -> None:
+        """Ends a worker that keeps a lock for which the program has waited; it is lost when somebody attends."""
+        for worker in self.workers.values() if waited_s > _STOPPED_S else ():
+            if hasattr(worker, "wire") and worker.process.pid == process:
+                is_stopped = worker.process.is_stopped
+                if is_stopped or waited_s > self.stall_timeout_s:
+                    worker.killed_because = f"{'was stopped' if is_stopped else 'kept a lock'} for {waited_s:.1f} s"
+                    worker.process.kill()
+
     def _take_last(self, worker: Worker) -> None:
         """Takes in what a worker sent before its end; a process that it forked may keep its pipe open."""
         descriptor = worker.wire.fileno()
@@ -347,6 +311,7 @@ class Crew:
     def _lose(self, worker: Worker, why: str = "") -> None:
         """Gives the steps of a lost worker to others, and puts a new one in its place."""
         self._poll.unregister(worker.wire.fileno())
+        why = why or worker.killed_because
         how, more = (why, "") if why else worker.process.how_it_ended(_STATUS_WAIT_S)
         worker.end(politely=False)
         cause = f"{worker} {how}{more}"
@@ -363,8 +328,10 @@ class Crew:
                 step.finish(error=error)
             else:
                 self.queue.appendleft(step)
+        worker.steps.clear()
         del self.workers[worker.number]
-        self._replace(worker.number, cause)
+        if not worker.is_leaving:
+            self._replace(worker.number, cause)
         self._hand_out()
 
     def _replace(self, number: int, cause: str) -> None:

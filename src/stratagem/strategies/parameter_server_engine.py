@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast, final
@@ -27,11 +28,12 @@ from stratagem.replicas import control, values
 from stratagem.strategies import context, gradients, parameter_server_child
 from stratagem.strategies.distribution import Distribution
 from stratagem.strategies.nonfinite import NonFinite
-from stratagem.strategies.parameter_server_crew import Crew, Step, Worker
+from stratagem.strategies.parameter_server_crew import Crew, Worker
 from stratagem.strategies.parameter_server_main import MainProgram
 from stratagem.strategies.parameter_server_news import introduce, tell
 from stratagem.strategies.parameter_server_results import Pending, joined
 from stratagem.strategies.parameter_server_rounds import run_round
+from stratagem.strategies.parameter_server_steps import Step
 from stratagem.strategies.parameter_server_worker import Answer, Call, WorkerSettings
 from stratagem.strategies.random_numbers import RandomNumbers
 from stratagem.strategies.replica_side import StrategyInReplica
@@ -89,7 +91,7 @@ class ParameterWorkers:
             max_restarts=max_restarts,
             window_s=restart_window_s,
             welcome=functools.partial(ParameterWorkers._welcome, weak),
-            mourn=functools.partial(ParameterWorkers._mourn, weak),
+            mourn=lambda number: cast(MainProgram, weak.main).mourn(number),
             message=functools.partial(ParameterWorkers._message, weak),
         )
         self._ending = weakref.finalize(self, _end, self.crew, self._started, self._process)
@@ -115,6 +117,7 @@ class ParameterWorkers:
         if self.main is None:
             self._started.enter_context(this_process().in_use(f"{self._name}()"))
             memory = SharedMemoryOfShards.create(self._num_shards)
+            memory.locks.while_waiting = self.crew.look_after_holder
             slots = len(self._devices) if isinstance(self._settings.consistency, Synchronous) else 0
             self.main = MainProgram(memory, self.distribution, cast(Any, weakref.proxy(self)), num_slots=slots)
             self._started.callback(self.main.close)
@@ -145,8 +148,7 @@ class ParameterWorkers:
             if self.main is not None:
                 self.crew.begin(range(before, len(devices)))
                 self.crew.start() if self._is_started else None
-                for number in range(len(devices), before):
-                    self.crew.remove(number)
+                self.crew.remove(range(len(devices), before))
         del self._devices[len(devices) :]
 
     def close(self) -> None:
@@ -194,7 +196,8 @@ class ParameterWorkers:
 
     def tell_others(self, error: BaseException) -> None:
         """The program has failed: what is under way is not waited for any more."""
-        self.crew.stop()
+        if os.getpid() == self._process:  # a fork may fail by itself
+            self.crew.stop()
 
     # What `distribution` needs
 
@@ -346,20 +349,12 @@ class ParameterWorkers:
         """Gives a new worker all that the others have."""
         device = self._devices[worker.number % len(self._devices)]
         main = cast(MainProgram, self.main)
+        main.variables.board.call[worker.number] = 0  # who had its place before counted its own
         arguments = self.key, worker.number, device, self._settings, main.variables.memory
         self.crew.call(worker, parameter_server_child.join, *arguments, StrategyInReplica(0, [device], 0, 1))
         introduce(worker, self.crew, self.key, main, self.distribution.registry, self._owner_ref())
         for function, given in self.given:
             self.crew.call(worker, function, len(self._devices), *given)
-
-    def _mourn(self, number: int) -> tuple[int, int]:
-        """Puts right what a lost worker left in shared memory."""
-        variables = cast(MainProgram, self.main).variables
-        board = variables.board
-        with variables.journal.writing(range(self._num_shards)):
-            board.pushing[number] = board.committed[number]
-        board.in_flight[number] = 0
-        return int(board.call[number]), int(board.committed[number] - board.call_start[number])
 
 
 def _settle_before(reference: "weakref.ref[ParameterWorkers]", module: torch.nn.Module, _: Any) -> None:
@@ -382,5 +377,8 @@ _open: "weakref.WeakSet[ParameterWorkers]" = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
+    error = getattr(sys, "last_value", None)  # what has ended the program, if anything
     for workers in list(_open):
+        if error is not None:
+            workers.tell_others(error)
         workers.close()

@@ -64,6 +64,15 @@ class MainProgram:
         with self.variables.journal.writing(range(self.variables.memory.num_shards)):
             pass
 
+    def mourn(self, worker: int) -> tuple[int, int]:
+        """Puts right what a lost worker left; which call it was in, and how many pushes of that it had made."""
+        board = self.variables.board
+        with self.variables.journal.writing(range(self.variables.memory.num_shards)):
+            board.pushing[worker] = board.committed[worker]
+        board.num_writes += 1  # its last push may be there and not be counted as one: all look for it
+        board.in_flight[worker] = 0
+        return int(board.call[worker]), int(board.committed[worker] - board.call_start[worker])
+
     # What `distribution` asks
 
     def place(self, named: Sequence[tuple[int, torch.Tensor]], labels: Mapping[int, str]) -> list[Held]:

@@ -15,7 +15,7 @@ from stratagem.errors import StrategyError
 from stratagem.replicas import values
 
 if TYPE_CHECKING:
-    from stratagem.strategies.parameter_server_crew import Step
+    from stratagem.strategies.parameter_server_steps import Step
 
 _DEEPEST = 50  # sums of results that wait for each other; longer ones are computed on the way
 

@@ -217,7 +217,7 @@ class WorkerRuntime:
     def _begin(self, version: int) -> None:
         if self._gate is not None:
             self._gate.enter()
-        is_old = time.monotonic() - self._pulled_at > _FRESH_S or self.variables.version < version
+        is_old = time.monotonic() - self._pulled_at > _FRESH_S or self.variables.is_behind(version)
         if is_old or self._gate is not None:
             self._pull()
         else:
