@@ -426,6 +426,117 @@ def test_straggler_is_dropped_with_backup_workers(four_cpus: None, tmp_path: Pat
         assert model.state_dict()["weight"].item() == -3.5
 
 
+@pytest.fixture(scope="module")
+def backed(four_cpus: None) -> Iterator[sg.ParameterServerStrategy]:
+    with sg.ParameterServerStrategy(3, consistency=sg.Synchronous(backup_workers=1)) as made:
+        made.run(int)
+        yield made
+
+
+def run_all(strategy: sg.ParameterServerStrategy, step: Callable[..., Any], data: torch.Tensor, *args: Any) -> None:
+    """Runs a step with three parts, and waits for all of them."""
+    (batch,) = strategy.distribute(data, global_batch_size=len(data))
+    strategy.run(step, args=(batch, *args))
+    strategy.workers.settle()
+
+
+@pytest.mark.filterwarnings("ignore:non-finite gradient")
+def test_update_that_most_workers_skip_holds_nobody_up(backed: sg.ParameterServerStrategy) -> None:
+    with backed.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+
+    run_all(backed, step, torch.tensor([[torch.nan], [torch.nan], [1.0]]))
+    before = model.weight.item()
+    run_all(backed, step, torch.ones(3, 1))
+    assert before - model.weight.item() == pytest.approx(1.0)
+
+
+@pytest.mark.filterwarnings("ignore:non-finite gradient")
+def test_worker_that_skips_one_update_is_in_the_round_of_the_next(
+    backed: sg.ParameterServerStrategy, tmp_path: Path
+) -> None:
+    with backed.scope():
+        model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+        optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in model]
+    with torch.no_grad():
+        for each in model.parameters():
+            each.zero_()
+
+    def step(x: torch.Tensor, path: str) -> None:
+        if x.isnan().any():
+            Path(path).touch()
+        while not Path(path).exists():
+            time.sleep(0.05)
+        for part, optimizer in zip(model, optimizers, strict=True):
+            optimizer.zero_grad()
+            part(x if part is model[0] else torch.ones(1, 1)).mean().backward()
+            optimizer.step()
+
+    (tmp_path / "first").touch()
+    run_all(backed, step, torch.full((3, 1), 100.0), str(tmp_path / "first"))
+    assert [each.item() for each in model.parameters()] == [-100.0, -1.0]
+    run_all(backed, step, torch.tensor([[torch.nan], [1.0], [1.0]]), str(tmp_path / "second"))
+    assert [each.item() for each in model.parameters()] == [-101.0, -2.0]
+
+
+def test_run_may_make_any_number_of_updates(backed: sg.ParameterServerStrategy) -> None:
+    with backed.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with torch.no_grad():
+        model.weight.zero_()
+
+    def step(x: torch.Tensor) -> None:
+        for _ in range(70):
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+    for number in (1, 2):
+        run_all(backed, step, torch.ones(3, 1))
+        assert model.weight.item() == -70.0 * number
+
+
+def test_buffers_of_all_workers_come_together_with_backup_workers(backed: sg.ParameterServerStrategy) -> None:
+    with backed.scope():
+        model = nn.BatchNorm1d(1)
+        model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model.seen += len(x)
+        model(x).mean().backward()
+        optimizer.step()
+
+    for _ in range(5):
+        run_all(backed, step, torch.randn(6, 1))
+    assert (model.seen.item(), model.num_batches_tracked.item()) == (30, 15)
+
+
+def test_worker_that_waits_for_an_update_of_its_own_says_so(four_cpus: None) -> None:
+    consistency = sg.Synchronous(backup_workers=1)
+    with sg.ParameterServerStrategy(3, consistency=consistency, stall_timeout_s=4.0) as strategy:
+        with strategy.scope():
+            model = nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def step(x: torch.Tensor) -> None:
+            model(x).mean().backward()
+            for _ in range(int(x)):
+                optimizer.step()
+
+        run_all(strategy, step, torch.tensor([[1.0], [1.0], [2.0]]))
+        with pytest.raises(StrategyError, match="update 2 of a step needs 2 workers, 1 came in time"):
+            strategy.run(int)
+
+
 def test_objects_stay_usable_after_the_end(four_cpus: None) -> None:
     strategy = sg.ParameterServerStrategy(1)
     with strategy.scope():

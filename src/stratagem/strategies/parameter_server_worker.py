@@ -34,6 +34,7 @@ from stratagem.strategies.settings import Settings
 
 _FRESH_S = 1e-3  # for so long after a pull another one would bring next to nothing
 _NUM_EARLY_STEPS = 2
+_PATIENCE = 0.9  # of stall_timeout_s: who waits for others says so before it counts as stalled itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +45,13 @@ class WorkerSettings:
         consistency: How far they may be apart.
         on_nonfinite: What a gradient that is not finite does: `skip`, `raise` or `apply`.
         torn_reads: Whether they compute with values that others may be changing.
+        stall_timeout_s: How long a step may take.
     """
 
     consistency: Consistency
     on_nonfinite: str
     torn_reads: bool
+    stall_timeout_s: float
 
 
 class Call(NamedTuple):
@@ -109,6 +112,7 @@ class WorkerRuntime:
         self._pulled_at = 0.0
         self._to_skip = 0
         self._round: Round | None = None
+        self._wait_until = 0.0
         self._in_step = False
         self._num_early_steps = 0
         self._skipped, self._updated = "", False
@@ -186,6 +190,7 @@ class WorkerRuntime:
         board.call_start[worker] = board.committed[worker]
         board.call[worker] = call.number
         self._to_skip, self._round = call.num_pushed, call.round
+        self._wait_until = time.monotonic() + _PATIENCE * self.shared_settings.stall_timeout_s
         self._skipped, self._updated = "", False
         self._begin(call.version)
         context.state.replicas.append(ReplicaContext(0, OneReplica(), self._strategy, self._update))
@@ -249,20 +254,21 @@ class WorkerRuntime:
             hook(optimizer, (), {})
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         gradients = [None if each.grad is None else as_gradient(each.grad) for each in parameters]
-        if self._may_push(parameters, gradients):
-            if self._round is not None and slots is not None:
-                self._push_in_round(update, gradients, slots, self._round)
-            else:
-                self._push(update, gradients)
-            self._updated = True
+        may_push = self._may_push(parameters, gradients)
+        if self._round is not None and slots is not None:
+            # Also who has nothing to give: else the others would wait, and its next update would be in their last round.
+            self._push_in_round(update, gradients if may_push else [None] * len(gradients), slots, self._round)
+        elif may_push:
+            self._push(update, gradients)
+        self._updated |= may_push
         for hook in optimizer._optimizer_step_post_hooks.values():
             hook(optimizer, (), {})
         return loss
 
     def _may_push(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> bool:
-        if all(each is None for each in gradients):
+        if not _has_any(gradients):
             return False
-        if self._was_pushed():
+        if self._round is None and self._was_pushed():
             return False
         if self.shared_settings.on_nonfinite == "apply":
             return True
@@ -367,12 +373,16 @@ class WorkerRuntime:
         self, update: SharedUpdate, gradients: Sequence[torch.Tensor | None], slots: GradientSlots, own: Round
     ) -> None:
         """Gives gradients for a step of all workers; who completes it applies their mean."""
+
+        def apply(means: Sequence[torch.Tensor | None], number: int) -> None:
+            self._change(update if _has_any(means) else None, means, number)
+
         self._round = own.following()
-        slots.put(self.worker, gradients)
-        if slots.arrive(self.worker, own, functools.partial(self._change, update)):
-            slots.wait(own)
-        self.variables.pull()
-        self._note_pull()
+        slots.put(self.worker, own, gradients)
+        if slots.arrive(self.worker, own if _has_any(gradients) else own._replace(weight=0), apply):
+            slots.wait(own, self._wait_until)
+        self._push_rest()  # what the pull would undo; who applied the mean has pushed it with that
+        self._pull()
 
     def _push_rest(self) -> None:
         """Makes known what was written to buffers and parameters after the last update."""
@@ -392,6 +402,10 @@ def _joined(plan: Sequence[Saving]) -> list[Saving]:
         is_range = isinstance(both, tuple)
         merged[target.number] = target, (min(both[0], what[0]), max(both[1], what[1])) if is_range else both
     return list(merged.values())
+
+
+def _has_any(gradients: Sequence[torch.Tensor | None]) -> bool:
+    return any(each is not None for each in gradients)
 
 
 def _as_it_is_now(value: torch.Tensor) -> torch.Tensor:
