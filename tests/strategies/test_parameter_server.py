@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.errors import NonFiniteGradientError, StratagemWarning, StrategyError
+from stratagem.errors import NonFiniteGradientError, ParameterError, StratagemWarning, StrategyError
 from tests.steps import plain_step
 from tests.training.estimators import Record, one_pass
 from tests.training.estimators import batches as estimator_batches
@@ -289,6 +289,48 @@ def test_optimizers_that_cannot_push_are_refused(four_cpus: None) -> None:
             del optimizer
 
 
+class Scaled(torch.optim.Optimizer):
+    """Has an attribute of its own, and keeps the sum of gradients in a list, if told to."""
+
+    def __init__(self, params: Any, *, scale: float, keeps_list: bool) -> None:
+        super().__init__(params, {"lr": 1.0})
+        self.scale, self.keeps_list = scale, keeps_list
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if self.keeps_list:
+                    self.state[parameter].setdefault("sums", [torch.zeros_like(parameter)])[0].add_(parameter.grad)
+                parameter.sub_(parameter.grad, alpha=self.scale)
+
+
+def test_optimizer_keeps_its_own_attributes(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = Scaled(model.parameters(), scale=3.0, keeps_list=False)
+    with torch.no_grad():
+        model.weight.zero_()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        optimizer.step()
+
+    strategy.run(step).wait()
+    assert model.weight.item() == -3.0
+
+
+def test_state_that_cannot_be_shared_is_refused(four_cpus: None) -> None:
+    with sg.ParameterServerStrategy(1) as strategy:
+        with strategy.scope():
+            model = nn.Linear(1, 1)
+            optimizer = Scaled(model.parameters(), scale=1.0, keeps_list=True)
+        with pytest.raises(ParameterError, match="Scaled keeps 'sums' as a list, which workers cannot share"):
+            strategy.run(int)
+        del optimizer
+
+
 def test_step_that_fails_changes_nothing(strategy: sg.ParameterServerStrategy) -> None:
     with strategy.scope():
         model = nn.BatchNorm1d(2)
@@ -351,6 +393,23 @@ def test_groups_can_be_added_between_steps(strategy: sg.ParameterServerStrategy)
     optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 10.0})
     strategy.run(step).wait()
     assert [each.item() for each in model.state_dict().values()] == [-(1 + 1.5 + 1.75), -10.0]
+
+
+def test_state_stays_with_its_parameter_when_another_is_added_before_it(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(3)])
+        optimizer = torch.optim.SGD([{"params": [each]} for each in model[:2]], lr=1.0, momentum=0.5)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (model[0] + 100 * model[1] + 10 * model[2]).backward()
+        optimizer.step()
+
+    strategy.run(step).wait()
+    optimizer.param_groups[0]["params"].append(model[2])
+    strategy.run(step).wait()
+    states = optimizer.state_dict()["state"]
+    assert [states[number]["momentum_buffer"].item() for number in range(3)] == [1.5, 10.0, 150.0]
 
 
 def test_staleness_is_counted_for_each_worker(strategy: sg.ParameterServerStrategy) -> None:

@@ -27,6 +27,7 @@ ELEMENTWISE = frozenset(
 )
 _BLOCK = 256 * 1024
 _ALIGN_BYTES = 64
+_NOT_TAKEN_OVER = frozenset({"defaults", "state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict"})
 
 
 @final
@@ -137,10 +138,13 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Any:
 def over(
     optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any] | None = None
 ) -> Any:
-    """An optimizer of the same class over other tensors."""
+    """An optimizer of the same class, with the attributes that its class has added, over other tensors."""
     inner = object.__new__(type(optimizer))
     own = {"defaults": optimizer.defaults, "state": defaultdict(dict, state or {}), "param_groups": list(groups)}
     inner.__setstate__(own)
+    for key, value in optimizer.__dict__.items():
+        if key not in _NOT_TAKEN_OVER and not key.startswith("_optimizer_"):  # these are hooks
+            inner.__dict__[key] = value
     return inner
 
 
@@ -213,6 +217,11 @@ def _forms(
             forms.append((key, None if same else tuple(value.shape), value.dtype, False))
         elif isinstance(value, bool | int | float):
             forms.append((key, (), torch.float64 if isinstance(value, float) else torch.int64, True))
+        elif value is not None:
+            raise ParameterError(
+                f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}, which workers cannot share; "
+                f"keep tensors and numbers in the state of a parameter, each under a key of its own"
+            )
     return forms
 
 

@@ -162,7 +162,10 @@ class MainProgram:
         self._workers.settle()
         states = {number: optimizer.state[each] for number, each in enumerate(parameters) if each in optimizer.state}
         if before is not None:
-            states = before[0].read(self.variables)
+            # By variable: a parameter that was added to a group has moved those of later groups.
+            name_of = {part.number: part.name for part in before[0].parts}
+            had = {name_of[number]: state for number, state in before[0].read(self.variables).items()}
+            states = {number: had[each] for number, each in enumerate(names) if each in had}
         memory = make_memory(layout, self.variables)
         if before is not None:
             self.variables.journal.drop(before[0].targets)
