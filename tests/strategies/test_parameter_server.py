@@ -225,6 +225,74 @@ def test_buffers_and_what_a_step_writes_itself_come_together(strategy: sg.Parame
     assert model[1].bias.abs().item() <= 0.011
 
 
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} never came")
+        time.sleep(0.01)
+
+
+def test_rows_that_one_worker_writes_leave_those_of_others_alone(
+    strategy: sg.ParameterServerStrategy, tmp_path: Path
+) -> None:
+    with strategy.scope():
+        table = nn.Embedding(4, 4, max_norm=1.0)  # changes the rows that it looks up
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.25)
+    with torch.no_grad():
+        table.weight.fill_(1.0)
+
+    def step(row: int, folder: str) -> None:
+        optimizer.zero_grad()
+        if row == 1:
+            wait_for(Path(folder) / "begun")
+        table(torch.tensor([row])).sum().backward()
+        if row == 0:
+            (Path(folder) / "begun").touch()
+            wait_for(Path(folder) / "go")
+        optimizer.step()
+
+    first, second = (strategy.run(step, args=(row, str(tmp_path))) for row in (0, 1))
+    second.wait()
+    (tmp_path / "go").touch()
+    first.wait()
+    expected = torch.tensor([0.25, 0.25, 1.0, 1.0])[:, None].expand(4, 4)
+    torch.testing.assert_close(table.state_dict()["weight"], expected)
+
+
+def test_graph_of_values_that_an_update_has_replaced_is_refused(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        strategy.run(step).wait()
+
+
+def test_graph_of_one_network_outlives_the_update_of_another(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        generator, critic = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (generator, critic)]
+
+    def step() -> None:
+        fake = generator(torch.ones(1, 2))
+        critic(fake.detach()).sum().backward()
+        optimizers[1].step()
+        critic(fake).sum().backward()
+        optimizers[0].step()
+
+    before = generator[0].weight.clone()
+    for _ in range(2):
+        strategy.run(step).wait()
+    assert not torch.equal(generator.state_dict()["0.weight"], before)
+
+
 def test_gradient_that_is_not_finite_is_not_pushed(strategy: sg.ParameterServerStrategy) -> None:
     with strategy.scope():
         model = nn.Linear(2, 1)
@@ -287,6 +355,15 @@ def test_optimizers_that_cannot_push_are_refused(four_cpus: None) -> None:
             with pytest.raises(sg.StratagemError, match=message):
                 strategy.run(int)
             del optimizer
+
+
+def test_table_that_would_change_while_others_read_it_is_refused(four_cpus: None) -> None:
+    with sg.ParameterServerStrategy(1) as strategy:
+        with strategy.scope():
+            model = nn.Sequential(nn.EmbeddingBag(10, 2, sparse=True, max_norm=1.0))
+        with pytest.raises(StrategyError, match=r"max_norm=1.0 would change it while others read it"):
+            strategy.run(int)
+        del model
 
 
 class Scaled(torch.optim.Optimizer):
@@ -577,6 +654,21 @@ def test_buffers_of_all_workers_come_together_with_backup_workers(backed: sg.Par
     for _ in range(5):
         run_all(backed, step, torch.randn(6, 1))
     assert (model.seen.item(), model.num_batches_tracked.item()) == (30, 15)
+
+
+def test_writes_of_all_workers_come_together_with_backup_workers(backed: sg.ParameterServerStrategy) -> None:
+    with backed.scope():
+        table = nn.Embedding(3, 4, max_norm=1.0)
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.0)
+    with torch.no_grad():
+        table.weight.fill_(1.0)
+
+    def step(rows: torch.Tensor) -> None:
+        table(rows).sum().backward()
+        optimizer.step()
+
+    run_all(backed, step, torch.arange(3))
+    torch.testing.assert_close(table.weight.detach(), torch.full((3, 4), 0.5))
 
 
 def test_worker_that_waits_for_an_update_of_its_own_says_so(four_cpus: None) -> None:

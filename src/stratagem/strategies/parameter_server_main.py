@@ -129,6 +129,12 @@ class MainProgram:
             raise StrategyError(
                 "LBFGS computes the loss many times in one step, which no push can; use another optimizer"
             )
+        for obj in self._pending:
+            if isinstance(obj, torch.nn.Embedding | torch.nn.EmbeddingBag) and obj.sparse and obj.max_norm is not None:
+                raise StrategyError(
+                    f"a table with sparse=True is not copied to workers, and max_norm={obj.max_norm} would change it "
+                    f"while others read it; leave out one of the two"
+                )
 
     _pending: Sequence[Any] = ()
 

@@ -19,11 +19,12 @@ from torch.utils import _pytree as pytree
 from stratagem.collectives.one_replica import OneReplica
 from stratagem.errors import StrategyError
 from stratagem.parameters.consistency import BoundedStaleness, Consistency, Gate
-from stratagem.parameters.journal import Saving
+from stratagem.parameters.journal import Saving, joined
 from stratagem.parameters.rounds import GradientSlots, Round
 from stratagem.parameters.states import StateMemory
 from stratagem.parameters.updates import SharedUpdate, as_gradient, is_finite_gradient, note_staleness
-from stratagem.parameters.variables import TRAINED, Held, LocalVariables, SharedMemoryOfShards, shared_view
+from stratagem.parameters.variables import TRAINED, Held, LocalVariables, SharedMemoryOfShards
+from stratagem.parameters.writes import OwnWrites
 from stratagem.replicas import control, values
 from stratagem.replicas.child import this_child
 from stratagem.replicas.heap import give_back
@@ -107,8 +108,7 @@ class WorkerRuntime:
         self._strategy = strategy
         self._board = memory.board
         self._given: list[weakref.ref[Any]] = []
-        self._parameters: dict[int, torch.Tensor] = {}
-        self._marks: dict[int, int] = {}
+        self._writes = OwnWrites()
         self._pulled_at = 0.0
         self._to_skip = 0
         self._round: Round | None = None
@@ -131,8 +131,7 @@ class WorkerRuntime:
     def add(self, held: Held, tensors: Mapping[int, torch.Tensor]) -> None:
         self.variables.add(held)
         if held.kind == TRAINED and not self.shared_settings.torn_reads:
-            self._parameters |= tensors
-            self._marks |= {name: each._version for name, each in tensors.items()}
+            self._writes.add(tensors)
 
     def add_objects(self, objects: dict[int, Any]) -> None:
         self._num_early_steps = _NUM_EARLY_STEPS
@@ -140,14 +139,16 @@ class WorkerRuntime:
             self._given.append(weakref.ref(obj))
             if isinstance(obj, torch.nn.Embedding | torch.nn.EmbeddingBag) and obj.sparse:
                 self._read_under_lock(obj)
+            elif isinstance(obj, torch.nn.Embedding | torch.nn.EmbeddingBag) and obj.max_norm is not None:
+                weight = this_child().registry.reference(obj.weight)  # type: ignore[union-attr]
+                self.variables.watch([cast(int, weight)])  # it writes to the rows that it looks up
 
     def drop(self, names: Sequence[int]) -> None:
         """Lets go of objects that the program has dropped, and of memory that nothing else is in."""
         for name in names:
             if name in self.updates:
                 self.variables.journal.drop(self.updates.pop(name).targets)
-            self._parameters.pop(name, None)
-            self._marks.pop(name, None)
+            self._writes.drop(name)
         self.variables.drop(names)
 
     def take_state(self, name: int, memory: StateMemory, slots: GradientSlots | None) -> None:
@@ -217,7 +218,7 @@ class WorkerRuntime:
         """Drops what a step that has failed did to this worker's copies."""
         self.variables.forget()
         self._pulled_at = 0.0
-        self._marks = {name: each._version for name, each in self._parameters.items()}
+        self._writes.settle()
 
     def _begin(self, version: int) -> None:
         if self._gate is not None:
@@ -256,11 +257,13 @@ class WorkerRuntime:
         gradients = [None if each.grad is None else as_gradient(each.grad) for each in parameters]
         may_push = self._may_push(parameters, gradients)
         if self._round is not None and slots is not None:
-            # Also who has nothing to give: else the others would wait, and its next update would be in their last round.
+            # Also who has nothing to give: else others would wait for it, and take its next update for this one.
             self._push_in_round(update, gradients if may_push else [None] * len(gradients), slots, self._round)
         elif may_push:
             self._push(update, gradients)
-        self._updated |= may_push
+        if may_push:
+            self._updated = True
+            self._writes.note_update(each for each in parameters if each.grad is not None)
         for hook in optimizer._optimizer_step_post_hooks.values():
             hook(optimizer, (), {})
         return loss
@@ -305,13 +308,12 @@ class WorkerRuntime:
         variables, shards = self.variables, list(range(self.variables.memory.num_shards))
         with variables.journal.writing(shards):
             staleness = max(0, self._board.version - variables.version)
-            written = {name: self._parameters[name].detach().clone() for name in self._written()}
-            variables.refresh()
-            for name, value in written.items():
-                self._parameters[name].data.copy_(value)
+            written = self._writes.names()
+            variables.refresh(written)
             function()
-            self._write(shards, (variables.changed_buffers(), self._written()), None, [], staleness)
+            self._write(shards, (variables.changed_buffers(), self._writes.names()), None, [], staleness)
             note_staleness(self._board, self.worker, staleness)
+        variables.watch(written)  # not what the function wrote: that was to the newest values
 
     def _push(self, update: SharedUpdate | None, gradients: Sequence[torch.Tensor | None]) -> None:
         """Applies gradients, and with them what this worker wrote to buffers and parameters; then it is up to date."""
@@ -324,13 +326,14 @@ class WorkerRuntime:
     def _change(
         self, update: SharedUpdate | None, gradients: Sequence[torch.Tensor | None], closes_round: int = 0
     ) -> None:
-        variables, changes = self.variables, (self.variables.changed_buffers(), self._written())
+        variables, changes = self.variables, (self.variables.changed_buffers(), self._writes.names())
         shards = {held.shard for held, _ in changes[0]} | {variables.find(name)[0].shard for name in changes[1]}
         if update is not None:
             shards |= set(update.shards_of(gradients))
         with variables.journal.writing(sorted(shards)):
             staleness = max(0, self._board.version - variables.version)
             self._write(sorted(shards), changes, update, gradients, staleness, closes_round)
+        variables.watch(changes[1])
         for shard in set(range(variables.memory.num_shards)) - shards:
             with variables.journal.reading(shard):
                 variables.copy_shard(shard)
@@ -353,9 +356,8 @@ class WorkerRuntime:
             plan.append((held.target, (placement.offset, placement.offset + placement.numel)))
         if update is not None:
             plan += update.savings(gradients)
-        with variables.journal.change(shards, self.worker, _joined(plan)):
-            for name in written:
-                shared_view(*variables.find(name)).copy_(self._parameters[name].detach())
+        with variables.journal.change(shards, self.worker, joined(plan)):
+            variables.write_own(written)
             if update is not None:
                 update.apply(gradients, staleness)
             variables.add_buffers(buffers)
@@ -367,7 +369,7 @@ class WorkerRuntime:
         for shard in shards:
             variables.copy_shard(shard)
         variables.version = version
-        self._marks |= {name: self._parameters[name]._version for name in written}
+        self._writes.settle(written)
 
     def _push_in_round(
         self, update: SharedUpdate, gradients: Sequence[torch.Tensor | None], slots: GradientSlots, own: Round
@@ -386,22 +388,8 @@ class WorkerRuntime:
 
     def _push_rest(self) -> None:
         """Makes known what was written to buffers and parameters after the last update."""
-        if (self._written() or self.variables.changed_buffers()) and not self._was_pushed():
+        if (self._writes.names() or self.variables.changed_buffers()) and not self._was_pushed():
             self._push(None, [])
-
-    def _written(self) -> list[int]:
-        """Parameters that the function wrote to itself."""
-        return [name for name, each in self._parameters.items() if each._version != self._marks[name]]
-
-
-def _joined(plan: Sequence[Saving]) -> list[Saving]:
-    """Savings, one for each target: the journal has one entry for each."""
-    merged: dict[int, Any] = {}
-    for target, what in plan:
-        _, both = merged.get(target.number, (target, what))
-        is_range = isinstance(both, tuple)
-        merged[target.number] = target, (min(both[0], what[0]), max(both[1], what[1])) if is_range else both
-    return list(merged.values())
 
 
 def _has_any(gradients: Sequence[torch.Tensor | None]) -> bool:
