@@ -1,4 +1,4 @@
-"""One process' view of shared variables: what becomes of what it writes to its copies."""
+"""What becomes of what a worker writes to its copies of parameters itself."""
 
 import torch
 from torch import nn
