@@ -683,6 +683,7 @@ def test_worker_that_waits_for_an_update_of_its_own_says_so(four_cpus: None) -> 
             for _ in range(int(x)):
                 optimizer.step()
 
+        run_all(strategy, step, torch.ones(3, 1))
         run_all(strategy, step, torch.tensor([[1.0], [1.0], [2.0]]))
         with pytest.raises(StrategyError, match="update 2 of a step needs 2 workers, 1 came in time"):
             strategy.run(int)
