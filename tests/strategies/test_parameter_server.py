@@ -570,10 +570,11 @@ def backed(four_cpus: None) -> Iterator[sg.ParameterServerStrategy]:
 
 
 def run_all(strategy: sg.ParameterServerStrategy, step: Callable[..., Any], data: torch.Tensor, *args: Any) -> None:
-    """Runs a step with three parts, and waits for all of them."""
+    """Runs a step with three parts, waits for all of them, and raises what went wrong."""
     (batch,) = strategy.distribute(data, global_batch_size=len(data))
     strategy.run(step, args=(batch, *args))
     strategy.workers.settle()
+    strategy.workers.raise_failures()
 
 
 @pytest.mark.filterwarnings("ignore:non-finite gradient")
@@ -684,9 +685,8 @@ def test_worker_that_waits_for_an_update_of_its_own_says_so(four_cpus: None) -> 
                 optimizer.step()
 
         run_all(strategy, step, torch.ones(3, 1))
-        run_all(strategy, step, torch.tensor([[1.0], [1.0], [2.0]]))
         with pytest.raises(StrategyError, match="update 2 of a step needs 2 workers, 1 came in time"):
-            strategy.run(int)
+            run_all(strategy, step, torch.tensor([[1.0], [1.0], [2.0]]))
 
 
 def test_objects_stay_usable_after_the_end(four_cpus: None) -> None:
