@@ -484,6 +484,7 @@ def test_state_stays_with_its_parameter_when_another_is_added_before_it(strategy
 
     strategy.run(step).wait()
     optimizer.param_groups[0]["params"].append(model[2])
+    optimizer.load_state_dict(optimizer.state_dict())  # before workers know of it
     strategy.run(step).wait()
     states = optimizer.state_dict()["state"]
     assert [states[number]["momentum_buffer"].item() for number in range(3)] == [1.5, 10.0, 150.0]

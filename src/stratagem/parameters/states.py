@@ -97,12 +97,12 @@ class StateMemory:
         return self.regions[cell.region].shared(cell.dtype, cell.offset, numel).view(cell.shape)
 
     def read(self, variables: LocalVariables) -> dict[int, dict[str, Any]]:
-        """Copies of the state of whole parameters, by number; the caller holds the shards."""
+        """Copies of the state of whole parameters, by name; the caller holds the shards."""
         found: dict[int, dict[str, Any]] = {}
         for part in self.parts:
             if not self.cell(part.flag):
                 continue
-            placement, own = variables.find(part.name)[1], found.setdefault(part.number, {})
+            placement, own = variables.find(part.name)[1], found.setdefault(part.name, {})
             for cell in part.cells:
                 value = self.cell(cell)
                 if cell.is_number:
@@ -116,9 +116,9 @@ class StateMemory:
         return found
 
     def write(self, states: Mapping[int, Mapping[str, Any]], variables: LocalVariables) -> None:
-        """Takes the state of whole parameters, by number; the caller holds the shards."""
+        """Takes the state of whole parameters, by name; the caller holds the shards."""
         for part in self.parts:
-            given = states.get(part.number)
+            given = states.get(part.name)
             self.cell(part.flag).fill_(1 if given else 0)
             for cell in part.cells if given else ():
                 if given is None or given.get(cell.key) is None:

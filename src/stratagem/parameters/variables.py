@@ -80,8 +80,8 @@ class LocalVariables:
         self._torn_reads = torn_reads
         self._copies: dict[int, torch.Tensor] = {}  # by number of the target: this process' own values
         self._pulled: dict[int, torch.Tensor] = {}  # of buffers: what they were when they were pulled
-        self._watched: dict[int, dict[int, torch.Tensor]] = {}  # likewise, of some parameters, by their names
         self._copied: dict[int, int] = {}  # likewise: the change that the copy has
+        self._watched: dict[int, dict[int, torch.Tensor]] = {}  # of some parameters, by name: what they were, likewise
         self._where: dict[int, tuple[Held, Placement]] = {}
         self._loads = [0] * memory.num_shards
 
