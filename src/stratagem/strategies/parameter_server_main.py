@@ -219,8 +219,9 @@ class MainProgram:
         states = self._states[name][0].read(self.variables)
         for group in optimizer.param_groups:
             for each in group["params"]:
-                if (own := self._registry.reference(each)) in states:
-                    optimizer.state[each] = states[cast(int, own)]
+                own = self._registry.reference(each)
+                if own in states:
+                    optimizer.state[each] = states[own]
 
     def take_home(self, name: int, optimizer: torch.optim.Optimizer) -> None:
         """Makes the state that the program's optimizer has that of all workers."""
