@@ -230,6 +230,30 @@ def test_push_whose_worker_dies_before_it_is_counted_is_seen_by_all(
     assert_each_step_counted_once(model, optimizer, 2)
 
 
+def test_statistics_of_a_step_whose_worker_dies_count_once_with_backup_workers(four_cpus: None, tmp_path: Path) -> None:
+    with sg.ParameterServerStrategy(3, consistency=sg.Synchronous(backup_workers=1)) as strategy:
+        with strategy.scope():
+            model = nn.Linear(1, 1)
+            model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            model.seen += len(x)
+            model(x).mean().backward()
+            optimizer.step()
+            if took(str(tmp_path / "die")):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        for number in range(1, 4):
+            if number == 2:
+                (tmp_path / "die").touch()
+            (batch,) = strategy.distribute(torch.ones(6, 1), global_batch_size=6)
+            strategy.run(train, args=(batch,))
+            assert model.state_dict()["seen"].item() == 6 * number
+        assert not (tmp_path / "die").exists()
+
+
 def test_new_worker_has_everything_and_idle_ones_may_die(strategy: sg.ParameterServerStrategy, tmp_path: Path) -> None:
     with strategy.scope():
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.errors import NonFiniteGradientError, StratagemWarning, StrategyError
+from stratagem.errors import NonFiniteGradientError, ParameterError, StratagemWarning, StrategyError
 from tests.steps import plain_step
 from tests.training.estimators import Record, one_pass
 from tests.training.estimators import batches as estimator_batches
@@ -254,6 +254,74 @@ def test_buffers_and_what_a_step_writes_itself_come_together(strategy: sg.Parame
     assert model[1].bias.abs().item() <= 0.011
 
 
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} never came")
+        time.sleep(0.01)
+
+
+def test_rows_that_one_worker_writes_leave_those_of_others_alone(
+    strategy: sg.ParameterServerStrategy, tmp_path: Path
+) -> None:
+    with strategy.scope():
+        table = nn.Embedding(4, 4, max_norm=1.0)  # changes the rows that it looks up
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.25)
+    with torch.no_grad():
+        table.weight.fill_(1.0)
+
+    def step(row: int, folder: str) -> None:
+        optimizer.zero_grad()
+        if row == 1:
+            wait_for(Path(folder) / "begun")
+        table(torch.tensor([row])).sum().backward()
+        if row == 0:
+            (Path(folder) / "begun").touch()
+            wait_for(Path(folder) / "go")
+        optimizer.step()
+
+    first, second = (strategy.run(step, args=(row, str(tmp_path))) for row in (0, 1))
+    second.wait()
+    (tmp_path / "go").touch()
+    first.wait()
+    expected = torch.tensor([0.25, 0.25, 1.0, 1.0])[:, None].expand(4, 4)
+    torch.testing.assert_close(table.state_dict()["weight"], expected)
+
+
+def test_graph_of_values_that_an_update_has_replaced_is_refused(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        strategy.run(step).wait()
+
+
+def test_graph_of_one_network_outlives_the_update_of_another(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        generator, critic = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (generator, critic)]
+
+    def step() -> None:
+        fake = generator(torch.ones(1, 2))
+        critic(fake.detach()).sum().backward()
+        optimizers[1].step()
+        critic(fake).sum().backward()
+        optimizers[0].step()
+
+    before = generator[0].weight.clone()
+    for _ in range(2):
+        strategy.run(step).wait()
+    assert not torch.equal(generator.state_dict()["0.weight"], before)
+
+
 def test_gradient_that_is_not_finite_is_not_pushed(strategy: sg.ParameterServerStrategy) -> None:
     with strategy.scope():
         model = nn.Linear(2, 1)
@@ -318,6 +386,57 @@ def test_optimizers_that_cannot_push_are_refused(four_cpus: None) -> None:
             del optimizer
 
 
+def test_table_that_would_change_while_others_read_it_is_refused(four_cpus: None) -> None:
+    with sg.ParameterServerStrategy(1) as strategy:
+        with strategy.scope():
+            model = nn.Sequential(nn.EmbeddingBag(10, 2, sparse=True, max_norm=1.0))
+        with pytest.raises(StrategyError, match=r"max_norm=1.0 would change it while others read it"):
+            strategy.run(int)
+        del model
+
+
+class Scaled(torch.optim.Optimizer):
+    """Has an attribute of its own, and keeps the sum of gradients in a list, if told to."""
+
+    def __init__(self, params: Any, *, scale: float, keeps_list: bool) -> None:
+        super().__init__(params, {"lr": 1.0})
+        self.scale, self.keeps_list = scale, keeps_list
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if self.keeps_list:
+                    self.state[parameter].setdefault("sums", [torch.zeros_like(parameter)])[0].add_(parameter.grad)
+                parameter.sub_(parameter.grad, alpha=self.scale)
+
+
+def test_optimizer_keeps_its_own_attributes(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = Scaled(model.parameters(), scale=3.0, keeps_list=False)
+    with torch.no_grad():
+        model.weight.zero_()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        optimizer.step()
+
+    strategy.run(step).wait()
+    assert model.weight.item() == -3.0
+
+
+def test_state_that_cannot_be_shared_is_refused(four_cpus: None) -> None:
+    with sg.ParameterServerStrategy(1) as strategy:
+        with strategy.scope():
+            model = nn.Linear(1, 1)
+            optimizer = Scaled(model.parameters(), scale=1.0, keeps_list=True)
+        with pytest.raises(ParameterError, match="Scaled keeps 'sums' as a list, which workers cannot share"):
+            strategy.run(int)
+        del optimizer
+
+
 def test_step_that_fails_changes_nothing(strategy: sg.ParameterServerStrategy) -> None:
     with strategy.scope():
         model = nn.BatchNorm1d(2)
@@ -380,6 +499,24 @@ def test_groups_can_be_added_between_steps(strategy: sg.ParameterServerStrategy)
     optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 10.0})
     strategy.run(step).wait()
     assert [each.item() for each in model.state_dict().values()] == [-(1 + 1.5 + 1.75), -10.0]
+
+
+def test_state_stays_with_its_parameter_when_another_is_added_before_it(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(3)])
+        optimizer = torch.optim.SGD([{"params": [each]} for each in model[:2]], lr=1.0, momentum=0.5)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (model[0] + 100 * model[1] + 10 * model[2]).backward()
+        optimizer.step()
+
+    strategy.run(step).wait()
+    optimizer.param_groups[0]["params"].append(model[2])
+    optimizer.load_state_dict(optimizer.state_dict())  # before workers know of it
+    strategy.run(step).wait()
+    states = optimizer.state_dict()["state"]
+    assert [states[number]["momentum_buffer"].item() for number in range(3)] == [1.5, 10.0, 150.0]
 
 
 def test_staleness_is_counted_for_each_worker(strategy: sg.ParameterServerStrategy) -> None:
@@ -493,6 +630,133 @@ def test_what_cannot_be_sent_is_told_once(four_cpus: None) -> None:
         with pytest.raises(StrategyError, match="a lock cannot be sent"):
             strategy.run(int, args=(threading.Lock(),))
         assert strategy.local_results(strategy.run(int))[0] == 0
+
+
+@pytest.fixture(scope="module")
+def backed(four_cpus: None) -> Iterator[sg.ParameterServerStrategy]:
+    with sg.ParameterServerStrategy(3, consistency=sg.Synchronous(backup_workers=1)) as made:
+        made.run(int)
+        yield made
+
+
+def run_all(strategy: sg.ParameterServerStrategy, step: Callable[..., Any], data: torch.Tensor, *args: Any) -> None:
+    """Runs a step with three parts, waits for all of them, and raises what went wrong."""
+    (batch,) = strategy.distribute(data, global_batch_size=len(data))
+    strategy.run(step, args=(batch, *args))
+    strategy.workers.settle()
+    strategy.workers.raise_failures()
+
+
+@pytest.mark.filterwarnings("ignore:non-finite gradient")
+def test_update_that_most_workers_skip_holds_nobody_up(backed: sg.ParameterServerStrategy) -> None:
+    with backed.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+
+    run_all(backed, step, torch.tensor([[torch.nan], [torch.nan], [1.0]]))
+    before = model.weight.item()
+    run_all(backed, step, torch.ones(3, 1))
+    assert before - model.weight.item() == pytest.approx(1.0)
+
+
+@pytest.mark.filterwarnings("ignore:non-finite gradient")
+def test_worker_that_skips_one_update_is_in_the_round_of_the_next(
+    backed: sg.ParameterServerStrategy, tmp_path: Path
+) -> None:
+    with backed.scope():
+        model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+        optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in model]
+    with torch.no_grad():
+        for each in model.parameters():
+            each.zero_()
+
+    def step(x: torch.Tensor, path: str) -> None:
+        if x.isnan().any():
+            Path(path).touch()
+        while not Path(path).exists():
+            time.sleep(0.05)
+        for part, optimizer in zip(model, optimizers, strict=True):
+            optimizer.zero_grad()
+            part(x if part is model[0] else torch.ones(1, 1)).mean().backward()
+            optimizer.step()
+
+    (tmp_path / "first").touch()
+    run_all(backed, step, torch.full((3, 1), 100.0), str(tmp_path / "first"))
+    assert [each.item() for each in model.parameters()] == [-100.0, -1.0]
+    run_all(backed, step, torch.tensor([[torch.nan], [1.0], [1.0]]), str(tmp_path / "second"))
+    assert [each.item() for each in model.parameters()] == [-101.0, -2.0]
+
+
+def test_run_may_make_any_number_of_updates(backed: sg.ParameterServerStrategy) -> None:
+    with backed.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with torch.no_grad():
+        model.weight.zero_()
+
+    def step(x: torch.Tensor) -> None:
+        for _ in range(70):
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+    for number in (1, 2):
+        run_all(backed, step, torch.ones(3, 1))
+        assert model.weight.item() == -70.0 * number
+
+
+def test_buffers_of_all_workers_come_together_with_backup_workers(backed: sg.ParameterServerStrategy) -> None:
+    with backed.scope():
+        model = nn.BatchNorm1d(1)
+        model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model.seen += len(x)
+        model(x).mean().backward()
+        optimizer.step()
+
+    for _ in range(5):
+        run_all(backed, step, torch.randn(6, 1))
+    assert (model.seen.item(), model.num_batches_tracked.item()) == (30, 15)
+
+
+def test_writes_of_all_workers_come_together_with_backup_workers(backed: sg.ParameterServerStrategy) -> None:
+    with backed.scope():
+        table = nn.Embedding(3, 4, max_norm=1.0)
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.0)
+    with torch.no_grad():
+        table.weight.fill_(1.0)
+
+    def step(rows: torch.Tensor) -> None:
+        table(rows).sum().backward()
+        optimizer.step()
+
+    run_all(backed, step, torch.arange(3))
+    torch.testing.assert_close(table.weight.detach(), torch.full((3, 4), 0.5))
+
+
+def test_worker_that_waits_for_an_update_of_its_own_says_so(four_cpus: None) -> None:
+    consistency = sg.Synchronous(backup_workers=1)
+    with sg.ParameterServerStrategy(3, consistency=consistency, stall_timeout_s=4.0) as strategy:
+        with strategy.scope():
+            model = nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def step(x: torch.Tensor) -> None:
+            model(x).mean().backward()
+            for _ in range(int(x)):
+                optimizer.step()
+
+        run_all(strategy, step, torch.ones(3, 1))
+        with pytest.raises(StrategyError, match="update 2 of a step needs 2 workers, 1 came in time"):
+            run_all(strategy, step, torch.tensor([[1.0], [1.0], [2.0]]))
 
 
 def test_objects_stay_usable_after_the_end(four_cpus: None) -> None:

@@ -199,6 +199,16 @@ Saving = tuple[Target, tuple[int, int] | torch.Tensor]
 """What is saved of a target: a range of a vector, or rows of a table."""
 
 
+def joined(plan: Sequence[Saving]) -> list[Saving]:
+    """Savings, one for each target: the journal has one entry for each."""
+    merged: dict[int, Any] = {}
+    for target, what in plan:
+        _, both = merged.get(target.number, (target, what))
+        is_range = isinstance(both, tuple)
+        merged[target.number] = target, (min(both[0], what[0]), max(both[1], what[1])) if is_range else both
+    return list(merged.values())
+
+
 def _unreserved(num_bytes: int) -> Region:
     """Shared memory that takes room only where it is written to."""
     num_bytes = max(1, -(-num_bytes // PAGE_BYTES)) * PAGE_BYTES

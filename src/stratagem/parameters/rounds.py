@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from stratagem.errors import StrategyError
 from stratagem.parameters.board import Board
 from stratagem.parameters.locks import Locks
 from stratagem.replicas.memory import Region
 
-PER_RUN = 64  # how many updates a run may make: rounds of one run follow each other
+PER_RUN = 1 << 32  # rounds of one run follow each other: more than any makes, so that none is taken for one of the next
 _ALIGN_BYTES = 64
 _LOOK_S = 2e-4
 
@@ -81,10 +82,10 @@ class GradientSlots:
         size = sum(_ALIGN_BYTES + _aligned(each.nbytes) for each in parameters)
         return cls(Region.create(size * num_workers), forms, num_workers, board, locks, lock)
 
-    def put(self, worker: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Fills a worker's slot."""
+    def put(self, worker: int, own: Round, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Fills a worker's slot for a round; who has no gradients leaves it empty."""
         for (flag, slot), gradient in zip(self._slots[worker], gradients, strict=True):
-            flag.fill_(0 if gradient is None else 1)
+            flag.fill_(0 if gradient is None else own.number)  # what lies there from an earlier round never counts
             if gradient is not None:
                 slot.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
@@ -105,15 +106,21 @@ class GradientSlots:
             there = [each for each in range(len(self._slots)) if board.arrived[each] == own.number]
             if len(there) < own.num_needed:
                 return True
-            apply(self._mean(there), own.number)
+            apply(self._mean(there, own.number), own.number)
             return False
 
-    def wait(self, own: Round) -> None:
-        """Waits until a round is closed."""
+    def wait(self, own: Round, until: float) -> None:
+        """Waits until a round is closed, or raises when the time is up (`time.monotonic`)."""
         while self._board.closed_round < own.number:
+            if time.monotonic() > until:
+                num_there = int((self._board.arrived[: len(self._slots)] == own.number).sum())
+                raise StrategyError(
+                    f"update {own.number % PER_RUN + 1} of a step needs {own.num_needed} workers, {num_there} came in "
+                    f"time; call optimizer.step() equally often in all workers, or raise stall_timeout_s"
+                )
             time.sleep(_LOOK_S)
 
-    def _mean(self, workers: Sequence[int]) -> list[torch.Tensor | None]:
+    def _mean(self, workers: Sequence[int], round_number: int) -> list[torch.Tensor | None]:
         """The mean gradients over all examples; a parameter that only some used has none from the others."""
         weights = {each: max(0, int(self._board.weight[each])) for each in workers}
         total = sum(weights.values()) or 1
@@ -122,7 +129,7 @@ class GradientSlots:
             mean: torch.Tensor | None = None
             for worker in workers:
                 flag, slot = self._slots[worker][number]
-                if flag:
+                if flag == round_number:
                     mean = (
                         slot * (weights[worker] / total)
                         if mean is None

@@ -27,6 +27,7 @@ ELEMENTWISE = frozenset(
 )
 _BLOCK = 256 * 1024
 _ALIGN_BYTES = 64
+_NOT_TAKEN_OVER = frozenset({"defaults", "state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict"})
 
 
 @final
@@ -96,12 +97,12 @@ class StateMemory:
         return self.regions[cell.region].shared(cell.dtype, cell.offset, numel).view(cell.shape)
 
     def read(self, variables: LocalVariables) -> dict[int, dict[str, Any]]:
-        """Copies of the state of whole parameters, by number; the caller holds the shards."""
+        """Copies of the state of whole parameters, by name; the caller holds the shards."""
         found: dict[int, dict[str, Any]] = {}
         for part in self.parts:
             if not self.cell(part.flag):
                 continue
-            placement, own = variables.find(part.name)[1], found.setdefault(part.number, {})
+            placement, own = variables.find(part.name)[1], found.setdefault(part.name, {})
             for cell in part.cells:
                 value = self.cell(cell)
                 if cell.is_number:
@@ -115,9 +116,9 @@ class StateMemory:
         return found
 
     def write(self, states: Mapping[int, Mapping[str, Any]], variables: LocalVariables) -> None:
-        """Takes the state of whole parameters, by number; the caller holds the shards."""
+        """Takes the state of whole parameters, by name; the caller holds the shards."""
         for part in self.parts:
-            given = states.get(part.number)
+            given = states.get(part.name)
             self.cell(part.flag).fill_(1 if given else 0)
             for cell in part.cells if given else ():
                 if given is None or given.get(cell.key) is None:
@@ -137,10 +138,13 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Any:
 def over(
     optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any] | None = None
 ) -> Any:
-    """An optimizer of the same class over other tensors."""
+    """An optimizer of the same class, with the attributes that its class has added, over other tensors."""
     inner = object.__new__(type(optimizer))
     own = {"defaults": optimizer.defaults, "state": defaultdict(dict, state or {}), "param_groups": list(groups)}
     inner.__setstate__(own)
+    for key, value in optimizer.__dict__.items():
+        if key not in _NOT_TAKEN_OVER and not key.startswith("_optimizer_"):  # these are hooks
+            inner.__dict__[key] = value
     return inner
 
 
@@ -213,6 +217,11 @@ def _forms(
             forms.append((key, None if same else tuple(value.shape), value.dtype, False))
         elif isinstance(value, bool | int | float):
             forms.append((key, (), torch.float64 if isinstance(value, float) else torch.int64, True))
+        elif value is not None:
+            raise ParameterError(
+                f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}, which workers cannot share; "
+                f"keep tensors and numbers in the state of a parameter, each under a key of its own"
+            )
     return forms
 
 

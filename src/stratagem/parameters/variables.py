@@ -17,7 +17,7 @@ from stratagem.parameters.journal import Journal, Target
 from stratagem.parameters.locks import Locks
 from stratagem.parameters.partitioning import make_plan
 from stratagem.replicas.memory import PAGE_BYTES, Region
-from stratagem.replicas.variables import Placement, Store, shaped
+from stratagem.replicas.variables import Placement, Store
 
 TRAINED, TABLE, OTHER = "trained", "table", "other"
 _SMALL = 4096
@@ -82,6 +82,7 @@ class LocalVariables:
         self._copies: dict[int, torch.Tensor] = {}  # by number of the target: this process' own values
         self._pulled: dict[int, torch.Tensor] = {}  # of buffers: what they were when they were pulled
         self._copied: dict[int, int] = {}  # likewise: the change that the copy has
+        self._watched: dict[int, dict[int, torch.Tensor]] = {}  # of some parameters, by name: what they were, likewise
         self._where: dict[int, tuple[Held, Placement]] = {}
         self._loads = [0] * memory.num_shards
 
@@ -150,10 +151,12 @@ class LocalVariables:
         gone = set(names)
         for held in list(self.held):
             held.store.gone |= gone & {placement.name for placement in held.store.placements}
+            for name in gone & self._watched.get(held.target.number, {}).keys():
+                del self._watched[held.target.number][name]
             if len(held.store.gone) == len(held.store.placements):
                 self.held.remove(held)
                 self.journal.drop([held.target])
-                for kept in (self._copies, self._pulled, self._copied):
+                for kept in (self._copies, self._pulled, self._watched, self._copied):
                     kept.pop(held.target.number, None)
 
     def find(self, name: int) -> tuple[Held, Placement]:
@@ -210,6 +213,32 @@ class LocalVariables:
                 own.copy_(held.store.shared)
                 if number in self._pulled:
                     self._pulled[number].copy_(own)
+                for name, pulled in self._watched.get(number, {}).items():
+                    pulled.copy_(_part(own, self.find(name)[1]))
+
+    def watch(self, names: Iterable[int]) -> None:
+        """Remembers what is pulled of parameters, from now on: then it is known which elements a step writes to."""
+        for name in names:
+            held, placement = self.find(name)
+            own, watched = self._copies.get(held.target.number), self._watched.setdefault(held.target.number, {})
+            if own is not None and name not in watched:
+                watched[name] = _part(own, placement).clone()
+
+    def write_own(self, names: Iterable[int]) -> None:
+        """Writes what a step wrote to parameters itself to what all have; the caller holds the shards.
+
+        Values, not changes: what a step has clipped stays so. Only the elements that it has changed, if that is known.
+        """
+        for name in names:
+            held, placement = self.find(name)
+            _part(held.store.shared, placement).copy_(self._with_own(name))
+
+    def _with_own(self, name: int) -> torch.Tensor:
+        """What all have of a parameter, with what this worker has written to it."""
+        held, placement = self.find(name)
+        own, shared = (_part(each, placement) for each in (self._copies[held.target.number], held.store.shared))
+        pulled = self._watched.get(held.target.number, {}).get(name)
+        return own if pulled is None else torch.where(own == pulled, shared, own)
 
     def changed_buffers(self) -> list[tuple[Held, torch.Tensor]]:
         """What this worker changed in buffers since it pulled them: stores, and its own values."""
@@ -230,8 +259,13 @@ class LocalVariables:
             held.store.shared.copy_(_with_changes(held.store.shared, pulled, own))
             pulled.copy_(own)
 
-    def refresh(self) -> None:
-        """Brings this worker's copies up to date, with what it has changed in buffers; the caller holds all shards."""
+    def refresh(self, written: Sequence[int] = ()) -> None:
+        """Brings this worker's copies up to date, with what it has changed; the caller holds all shards.
+
+        Args:
+            written: The parameters that it has written to; changes of buffers are found.
+        """
+        kept = {name: self._with_own(name).clone() for name in written}
         for held, own in self.changed_buffers():
             number, shared = held.target.number, held.store.shared
             own.copy_(_with_changes(shared, self._pulled[number], own))
@@ -239,6 +273,14 @@ class LocalVariables:
             self._copied[number] = int(self.board.targets[number, 3])
         for shard in range(self.memory.num_shards):
             self.copy_shard(shard)
+        for name, value in kept.items():
+            held, placement = self.find(name)
+            _part(self._copies[held.target.number], placement).copy_(value)
+
+
+def _part(flat: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """A variable as a vector, in the order of memory."""
+    return flat[placement.offset : placement.offset + placement.numel]
 
 
 def _with_changes(shared: torch.Tensor, pulled: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -247,8 +289,3 @@ def _with_changes(shared: torch.Tensor, pulled: torch.Tensor, own: torch.Tensor)
         return torch.where(own == pulled, shared, own)
     # Where nobody else was, the value itself: it is not rounded again.
     return torch.where(shared == pulled, own, shared + (own - pulled).masked_fill_(own == pulled, 0))
-
-
-def shared_view(held: Held, placement: Placement) -> torch.Tensor:
-    """A variable where it lies, in its own shape."""
-    return shaped(held.store.shared, placement)

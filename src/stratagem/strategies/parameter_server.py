@@ -118,7 +118,7 @@ class ParameterServerStrategy(Replicated):
                 ParameterWorkers,
                 devices=devices,
                 num_shards=num_ps,
-                settings=WorkerSettings(chosen, on_nonfinite, torn_reads),
+                settings=WorkerSettings(chosen, on_nonfinite, torn_reads, stall_timeout_s),
                 stall_timeout_s=stall_timeout_s,
                 max_restarts=max_restarts,
                 restart_window_s=restart_window_s,

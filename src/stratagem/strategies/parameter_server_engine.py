@@ -340,8 +340,7 @@ class ParameterWorkers:
         surroundings, own_round = step.told
         news, worker.news = dict(worker.news or {}), {}
         seed = news.pop(None, None)
-        num_pushed = 0 if own_round else step.num_pushed
-        call = Call(worker.num_calls + 1, seed, news, surroundings, self.board.version, num_pushed, own_round)
+        call = Call(worker.num_calls + 1, seed, news, surroundings, self.board.version, step.num_pushed, own_round)
         arguments = self.key, call, worker.functions.prepare(step.function), step.args, step.kwargs
         return parameter_server_child.run, arguments, self.distribution.reference_in_run
 

@@ -138,6 +138,12 @@ class MainProgram:
             raise StrategyError(
                 "LBFGS computes the loss many times in one step, which no push can; use another optimizer"
             )
+        for obj in self._pending:
+            if isinstance(obj, torch.nn.Embedding | torch.nn.EmbeddingBag) and obj.sparse and obj.max_norm is not None:
+                raise StrategyError(
+                    f"a table with sparse=True is not copied to workers, and max_norm={obj.max_norm} would change it "
+                    f"while others read it; leave out one of the two"
+                )
 
     _pending: Sequence[Any] = ()
 
@@ -169,9 +175,7 @@ class MainProgram:
         if before is not None and before[0].parts == layout.parts:
             return
         self._workers.settle()
-        states = {number: optimizer.state[each] for number, each in enumerate(parameters) if each in optimizer.state}
-        if before is not None:
-            states = before[0].read(self.variables)
+        states = before[0].read(self.variables) if before is not None else self._states_at_home(optimizer)
         memory = make_memory(layout, self.variables)
         if before is not None:
             self.variables.journal.drop(before[0].targets)
@@ -221,17 +225,23 @@ class MainProgram:
         """Gives the program's optimizer a copy of its state."""
         self._workers.settle()
         self.repair()
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        for number, state in self._states[name][0].read(self.variables).items():
-            optimizer.state[parameters[number]] = state
+        states = self._states[name][0].read(self.variables)
+        for group in optimizer.param_groups:
+            for each in group["params"]:
+                own = self._registry.reference(each)
+                if own in states:
+                    optimizer.state[each] = states[own]
 
     def take_home(self, name: int, optimizer: torch.optim.Optimizer) -> None:
         """Makes the state that the program's optimizer has that of all workers."""
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        states = {number: optimizer.state[each] for number, each in enumerate(parameters) if each in optimizer.state}
-        self._states[name][0].write(states, self.variables)
+        self._states[name][0].write(self._states_at_home(optimizer), self.variables)
         self.variables.board.state_version += 1
         optimizer.state.clear()
+
+    def _states_at_home(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+        """What the program's optimizer has, by the names of variables: their places change when some are added."""
+        named = {self._registry.reference(each): state for each, state in optimizer.state.items()}
+        return {name: state for name, state in named.items() if name is not None}
 
     def bring_state_home(self) -> None:
         """Gives all of the program's optimizers their state, at the end."""

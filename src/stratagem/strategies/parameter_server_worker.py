@@ -19,11 +19,12 @@ from torch.utils import _pytree as pytree
 from stratagem.collectives.one_replica import OneReplica
 from stratagem.errors import StrategyError
 from stratagem.parameters.consistency import BoundedStaleness, Consistency, Gate
-from stratagem.parameters.journal import Saving
+from stratagem.parameters.journal import Saving, joined
 from stratagem.parameters.rounds import GradientSlots, Round
 from stratagem.parameters.states import StateMemory
 from stratagem.parameters.updates import SharedUpdate, as_gradient, is_finite_gradient, note_staleness
-from stratagem.parameters.variables import TRAINED, Held, LocalVariables, SharedMemoryOfShards, shared_view
+from stratagem.parameters.variables import TRAINED, Held, LocalVariables, SharedMemoryOfShards
+from stratagem.parameters.writes import OwnWrites
 from stratagem.replicas import control, values
 from stratagem.replicas.child import this_child
 from stratagem.replicas.heap import give_back
@@ -34,6 +35,7 @@ from stratagem.strategies.settings import Settings
 
 _FRESH_S = 1e-3  # for so long after a pull another one would bring next to nothing
 _NUM_EARLY_STEPS = 2
+_PATIENCE = 0.9  # of stall_timeout_s: who waits for others says so before it counts as stalled itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +46,13 @@ class WorkerSettings:
         consistency: How far they may be apart.
         on_nonfinite: What a gradient that is not finite does: `skip`, `raise` or `apply`.
         torn_reads: Whether they compute with values that others may be changing.
+        stall_timeout_s: How long a step may take.
     """
 
     consistency: Consistency
     on_nonfinite: str
     torn_reads: bool
+    stall_timeout_s: float
 
 
 class Call(NamedTuple):
@@ -104,11 +108,11 @@ class WorkerRuntime:
         self._strategy = strategy
         self._board = memory.board
         self._given: list[weakref.ref[Any]] = []
-        self._parameters: dict[int, torch.Tensor] = {}
-        self._marks: dict[int, int] = {}
+        self._writes = OwnWrites()
         self._pulled_at = 0.0
         self._to_skip = 0
         self._round: Round | None = None
+        self._wait_until = 0.0
         self._in_step = False
         self._num_early_steps = 0
         self._skipped, self._updated = "", False
@@ -127,8 +131,7 @@ class WorkerRuntime:
     def add(self, held: Held, tensors: Mapping[int, torch.Tensor]) -> None:
         self.variables.add(held)
         if held.kind == TRAINED and not self.shared_settings.torn_reads:
-            self._parameters |= tensors
-            self._marks |= {name: each._version for name, each in tensors.items()}
+            self._writes.add(tensors)
 
     def add_objects(self, objects: dict[int, Any]) -> None:
         self._num_early_steps = _NUM_EARLY_STEPS
@@ -136,14 +139,16 @@ class WorkerRuntime:
             self._given.append(weakref.ref(obj))
             if isinstance(obj, torch.nn.Embedding | torch.nn.EmbeddingBag) and obj.sparse:
                 self._read_under_lock(obj)
+            elif isinstance(obj, torch.nn.Embedding | torch.nn.EmbeddingBag) and obj.max_norm is not None:
+                weight = this_child().registry.reference(obj.weight)  # type: ignore[union-attr]
+                self.variables.watch([cast(int, weight)])  # it writes to the rows that it looks up
 
     def drop(self, names: Sequence[int]) -> None:
         """Lets go of objects that the program has dropped, and of memory that nothing else is in."""
         for name in names:
             if name in self.updates:
                 self.variables.journal.drop(self.updates.pop(name).targets)
-            self._parameters.pop(name, None)
-            self._marks.pop(name, None)
+            self._writes.drop(name)
         self.variables.drop(names)
 
     def take_state(self, name: int, memory: StateMemory, slots: GradientSlots | None) -> None:
@@ -186,6 +191,7 @@ class WorkerRuntime:
         board.call_start[worker] = board.committed[worker]
         board.call[worker] = call.number
         self._to_skip, self._round = call.num_pushed, call.round
+        self._wait_until = time.monotonic() + _PATIENCE * self.shared_settings.stall_timeout_s
         self._skipped, self._updated = "", False
         self._begin(call.version)
         context.state.replicas.append(ReplicaContext(0, OneReplica(), self._strategy, self._update))
@@ -212,7 +218,7 @@ class WorkerRuntime:
         """Drops what a step that has failed did to this worker's copies."""
         self.variables.forget()
         self._pulled_at = 0.0
-        self._marks = {name: each._version for name, each in self._parameters.items()}
+        self._writes.settle()
 
     def _begin(self, version: int) -> None:
         if self._gate is not None:
@@ -249,20 +255,23 @@ class WorkerRuntime:
             hook(optimizer, (), {})
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         gradients = [None if each.grad is None else as_gradient(each.grad) for each in parameters]
-        if self._may_push(parameters, gradients):
-            if self._round is not None and slots is not None:
-                self._push_in_round(update, gradients, slots, self._round)
-            else:
-                self._push(update, gradients)
+        may_push = self._may_push(parameters, gradients)
+        if self._round is not None and slots is not None:
+            # Also who has nothing to give: else others would wait for it, and take its next update for this one.
+            self._push_in_round(update, gradients if may_push else [None] * len(gradients), slots, self._round)
+        elif may_push:
+            self._push(update, gradients)
+        if may_push:
             self._updated = True
+            self._writes.note_update(each for each in parameters if each.grad is not None)
         for hook in optimizer._optimizer_step_post_hooks.values():
             hook(optimizer, (), {})
         return loss
 
     def _may_push(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> bool:
-        if all(each is None for each in gradients):
+        if not _has_any(gradients):
             return False
-        if self._was_pushed():
+        if self._round is None and self._was_pushed():
             return False
         if self.shared_settings.on_nonfinite == "apply":
             return True
@@ -299,13 +308,12 @@ class WorkerRuntime:
         variables, shards = self.variables, list(range(self.variables.memory.num_shards))
         with variables.journal.writing(shards):
             staleness = max(0, self._board.version - variables.version)
-            written = {name: self._parameters[name].detach().clone() for name in self._written()}
-            variables.refresh()
-            for name, value in written.items():
-                self._parameters[name].data.copy_(value)
+            written = self._writes.names()
+            variables.refresh(written)
             function()
-            self._write(shards, (variables.changed_buffers(), self._written()), None, [], staleness)
+            self._write(shards, (variables.changed_buffers(), self._writes.names()), None, [], staleness)
             note_staleness(self._board, self.worker, staleness)
+        variables.watch(written)  # not what the function wrote: that was to the newest values
 
     def _push(self, update: SharedUpdate | None, gradients: Sequence[torch.Tensor | None]) -> None:
         """Applies gradients, and with them what this worker wrote to buffers and parameters; then it is up to date."""
@@ -318,13 +326,14 @@ class WorkerRuntime:
     def _change(
         self, update: SharedUpdate | None, gradients: Sequence[torch.Tensor | None], closes_round: int = 0
     ) -> None:
-        variables, changes = self.variables, (self.variables.changed_buffers(), self._written())
+        variables, changes = self.variables, (self.variables.changed_buffers(), self._writes.names())
         shards = {held.shard for held, _ in changes[0]} | {variables.find(name)[0].shard for name in changes[1]}
         if update is not None:
             shards |= set(update.shards_of(gradients))
         with variables.journal.writing(sorted(shards)):
             staleness = max(0, self._board.version - variables.version)
             self._write(sorted(shards), changes, update, gradients, staleness, closes_round)
+        variables.watch(changes[1])
         for shard in set(range(variables.memory.num_shards)) - shards:
             with variables.journal.reading(shard):
                 variables.copy_shard(shard)
@@ -347,9 +356,8 @@ class WorkerRuntime:
             plan.append((held.target, (placement.offset, placement.offset + placement.numel)))
         if update is not None:
             plan += update.savings(gradients)
-        with variables.journal.change(shards, self.worker, _joined(plan)):
-            for name in written:
-                shared_view(*variables.find(name)).copy_(self._parameters[name].detach())
+        with variables.journal.change(shards, self.worker, joined(plan)):
+            variables.write_own(written)
             if update is not None:
                 update.apply(gradients, staleness)
             variables.add_buffers(buffers)
@@ -361,37 +369,31 @@ class WorkerRuntime:
         for shard in shards:
             variables.copy_shard(shard)
         variables.version = version
-        self._marks |= {name: self._parameters[name]._version for name in written}
+        self._writes.settle(written)
 
     def _push_in_round(
         self, update: SharedUpdate, gradients: Sequence[torch.Tensor | None], slots: GradientSlots, own: Round
     ) -> None:
         """Gives gradients for a step of all workers; who completes it applies their mean."""
+
+        def apply(means: Sequence[torch.Tensor | None], number: int) -> None:
+            self._change(update if _has_any(means) else None, means, number)
+
         self._round = own.following()
-        slots.put(self.worker, gradients)
-        if slots.arrive(self.worker, own, functools.partial(self._change, update)):
-            slots.wait(own)
-        self.variables.pull()
-        self._note_pull()
+        slots.put(self.worker, own, gradients)
+        if slots.arrive(self.worker, own if _has_any(gradients) else own._replace(weight=0), apply):
+            slots.wait(own, self._wait_until)
+        self._push_rest()  # what the pull would undo; who applied the mean has pushed it with that
+        self._pull()
 
     def _push_rest(self) -> None:
         """Makes known what was written to buffers and parameters after the last update."""
-        if (self._written() or self.variables.changed_buffers()) and not self._was_pushed():
+        if (self._writes.names() or self.variables.changed_buffers()) and not self._was_pushed():
             self._push(None, [])
 
-    def _written(self) -> list[int]:
-        """Parameters that the function wrote to itself."""
-        return [name for name, each in self._parameters.items() if each._version != self._marks[name]]
 
-
-def _joined(plan: Sequence[Saving]) -> list[Saving]:
-    """Savings, one for each target: the journal has one entry for each."""
-    merged: dict[int, Any] = {}
-    for target, what in plan:
-        _, both = merged.get(target.number, (target, what))
-        is_range = isinstance(both, tuple)
-        merged[target.number] = target, (min(both[0], what[0]), max(both[1], what[1])) if is_range else both
-    return list(merged.values())
+def _has_any(gradients: Sequence[torch.Tensor | None]) -> bool:
+    return any(each is not None for each in gradients)
 
 
 def _as_it_is_now(value: torch.Tensor) -> torch.Tensor:
