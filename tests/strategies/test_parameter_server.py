@@ -3,6 +3,9 @@
 import copy
 import gc
 import os
+import re
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -759,6 +762,65 @@ def test_worker_that_waits_for_an_update_of_its_own_says_so(four_cpus: None) -> 
             run_all(strategy, step, torch.tensor([[1.0], [1.0], [2.0]]))
 
 
+def test_ctrl_c_keeps_the_state_of_optimizers(four_cpus: None) -> None:
+    strategy = sg.ParameterServerStrategy(2)
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    for _ in range(6):
+        strategy.run(step)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(KeyboardInterrupt), strategy.workers.attending():
+        raise KeyboardInterrupt
+    torch.testing.assert_close(optimizer.state_dict(), before)
+    with pytest.raises(StrategyError, match=r"was closed at .* by Ctrl-C"):
+        strategy.run(step)
+
+
+def test_gradients_that_are_not_finite_are_told_with_run_and_worker(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: float) -> None:
+        optimizer.zero_grad()
+        model(torch.full((1, 1), x)).sum().backward()
+        optimizer.step()
+
+    first = strategy.workers.num_runs + 1
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(12):
+            strategy.run(step, args=(float("nan") if number == 2 else 1.0,))
+        strategy.workers.settle()
+        strategy.workers.raise_failures()
+    (warning,) = told
+    assert re.match(rf"non-finite gradient in replica \d, .*, run {first + 2}; update", str(warning.message))
+
+
+def test_step_that_nobody_looked_at_is_told_at_the_end(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("""
+import stratagem as sg
+
+def fail():
+    raise ValueError("bad row 19")
+
+if __name__ == "__main__":
+    strategy = sg.ParameterServerStrategy(1)
+    strategy.run(fail)
+""")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
+    assert "Exception ignored" not in done.stderr
+    assert "ValueError: bad row 19\nraised in a worker:" in done.stderr
+
+
 def test_objects_stay_usable_after_the_end(four_cpus: None) -> None:
     strategy = sg.ParameterServerStrategy(1)
     with strategy.scope():
@@ -782,6 +844,8 @@ def test_objects_stay_usable_after_the_end(four_cpus: None) -> None:
         (lambda: sg.ParameterServerStrategy(2, consistency=sg.Synchronous(2)), "leaves none of 2 workers"),
         (lambda: sg.ParameterServerStrategy(2, max_restarts=-1), "max_restarts"),
         (lambda: sg.BoundedStaleness(-1), "max_staleness is a whole number from 0"),
+        (lambda: sg.Async(rate_of=3), "rate_of is a function of the staleness"),  # type: ignore[arg-type]
+        (lambda: sg.ParameterServerStrategy(2, compression="bf16"), "compression is for tasks of a cluster"),  # type: ignore[call-arg]
         (lambda: sg.FixedShardsPartitioner(0), "num_shards is a whole number from 1"),
     ],
 )

@@ -30,6 +30,9 @@ class Async:
 
     rate_of: RateOf | None = None
 
+    def __post_init__(self) -> None:
+        _require_rule(self.rate_of)
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +52,7 @@ class BoundedStaleness:
 
     def __post_init__(self) -> None:
         _require_count("max_staleness", self.max_staleness)
+        _require_rule(self.rate_of)
 
 
 @final
@@ -125,6 +129,11 @@ class Gate:
     def _may_push(self) -> bool:
         then = self._board.version + 1
         return all(then + place - version <= self._max_staleness for place, version in enumerate(self._others()))
+
+
+def _require_rule(rate_of: RateOf | None) -> None:
+    if rate_of is not None and not callable(rate_of):
+        raise ParameterError(f"rate_of is a function of the staleness, such as lambda s: 1 / (1 + s), got {rate_of!r}")
 
 
 def _require_count(name: str, count: int) -> None:

@@ -52,6 +52,20 @@ _OPTIONS: dict[str, tuple[str, Callable[[Any], dict[str, Plain]]]] = {
 }
 
 
+# Where Keras keeps what torch keeps under a key: lists with an entry for each variable.
+_KEPT: dict[str, dict[str, str]] = {
+    "SGD": {"momentum_buffer": "momentums"},
+    "Adam": {"exp_avg": "_momentums", "exp_avg_sq": "_velocities", "max_exp_avg_sq": "_velocity_hats"},
+    "Adamax": {"exp_avg": "_m", "exp_inf": "_u"},
+    "Nadam": {"exp_avg": "_momentums", "exp_avg_sq": "_velocities"},
+    "Adadelta": {"square_avg": "_accumulated_grads", "acc_delta": "_accumulated_delta_vars"},
+    "Adagrad": {"sum": "_accumulators"},
+}
+_KEPT["AdamW"] = _KEPT["Adam"]
+
+_OVERRIDDEN = ("_backend_update_step", "save_own_variables")
+
+
 def optimizers_in(made: Sequence[Any]) -> list[Any]:
     """The Keras optimizers of the models among some objects."""
     found: list[Any] = [getattr(each, "optimizer", None) for each in made if isinstance(each, torch.nn.Module)]
@@ -110,6 +124,61 @@ def take_over(optimizer: Any, spec: OptimizerSpec, names: Mapping[int, str], pus
         push(found, tuple({**options, "lr": _rate(learning_rate)} for _, options in spec.groups))
 
     optimizer.__dict__["_backend_update_step"] = update
+
+
+def save_with(optimizer: Any, fetch: Callable[[], None]) -> None:
+    """Lets something be fetched before an optimizer is saved."""
+
+    def save(store: Any) -> None:
+        fetch()
+        type(optimizer).save_own_variables(optimizer, store)
+
+    optimizer.__dict__["save_own_variables"] = save
+
+
+def let_go(optimizer: Any) -> None:
+    """Makes an optimizer a plain one."""
+    for name in _OVERRIDDEN:
+        optimizer.__dict__.pop(name, None)
+
+
+def state_of(optimizer: Any, names: Mapping[int, str], num_pushing: int) -> dict[str, dict[str, Any]]:
+    """What an optimizer keeps that has been loaded, as torch has it; empty if it has made no step.
+
+    Args:
+        optimizer: The optimizer.
+        names: The names of its variables, by the `id` of their values.
+        num_pushing: How many tasks make updates by themselves: each counts its own steps.
+    """
+    num_steps = int(optimizer.iterations.value) * num_pushing
+    states: dict[str, dict[str, Any]] = {}
+    for place, variable in enumerate(optimizer._trainable_variables if num_steps else ()):
+        own = {key: held[place].value.detach().clone() for key, held in _kept(optimizer)}
+        if "momentum_buffer" in own:
+            own["momentum_buffer"].div_(-_rate(optimizer.learning_rate))  # in Keras the rate is in it
+        elif own:
+            own["step"] = torch.tensor(float(num_steps))
+        if hasattr(optimizer, "_u_product"):
+            own["mu_product"] = optimizer._u_product.value.detach().clone()
+        states[names[id(variable.value)]] = own
+    return states
+
+
+def put_state(optimizer: Any, names: Mapping[int, str], states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Gives an optimizer what torch's keeps on the servers."""
+    for place, variable in enumerate(optimizer._trainable_variables):
+        own = states.get(names[id(variable.value)], {})
+        for key, held in _kept(optimizer):
+            if key in own:
+                factor = -_rate(optimizer.learning_rate) if key == "momentum_buffer" else 1.0
+                held[place].assign(own[key] * factor)
+        if "mu_product" in own:
+            optimizer._u_product.assign(own["mu_product"])
+
+
+def _kept(optimizer: Any) -> list[tuple[str, Any]]:
+    found = [(key, getattr(optimizer, name, None)) for key, name in _KEPT[type(optimizer).__name__].items()]
+    return [(key, held) for key, held in found if held]
 
 
 def _rate(value: Any) -> float:

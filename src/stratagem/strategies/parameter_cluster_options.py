@@ -12,6 +12,9 @@ from stratagem.parameters.network.pacing import Pacing
 from stratagem.parameters.partitioning import Partitioner
 from stratagem.strategies.replicated import require_seconds
 
+OF_CLUSTERS: Final = ("compression", "partitioner", "join_timeout_s", "shares_memory")
+"""What has no meaning on one machine."""
+
 # Beyond that a rule for staleness gives what it gives for the last.
 _NUM_RATES: Final = 128
 
@@ -81,7 +84,7 @@ class ClusterOptions:
             StrategyError: There would be none whose gradients count.
         """
         if self.backup_workers is None:
-            return Pacing(self.max_ahead, stall_s=self.stall_timeout_s, rates=self.rates)
+            return Pacing(self.max_ahead, None, tuple(members), self.stall_timeout_s, self.rates)
         num_workers = len(members)
         if self.backup_workers >= num_workers:
             raise StrategyError(

@@ -100,7 +100,7 @@ class ClusterVariables:
         values = None
         if is_chief:
             values = {name: each.detach() for name, each in self._parameters.items()}
-            state = state or self._state_there_is(values)
+            state = state or self._state_there_is(values, 1 if self._is_synchronous else len(pacing.members))
             self._fetch_before_saving(made=self._roots)
         self._client.define(self.plan, specs, values, state=state if is_chief else None, pacing=pacing)
         for number, optimizer in enumerate(self._optimizers):
@@ -147,13 +147,15 @@ class ClusterVariables:
         """Nothing is fetched any more: the model works as a plain one, with what it has."""
         for hook in self._hooks:
             hook.remove()
+        for optimizer in self._keras:
+            keras.let_go(optimizer)
 
-    def _state_there_is(self, values: Mapping[str, torch.Tensor]) -> StateOfAll | None:
+    def _state_there_is(self, values: Mapping[str, torch.Tensor], num_pushing: int) -> StateOfAll | None:
         """What optimizers have been given by a checkpoint, with the values of now; `None` if nothing."""
         states = [
             {self._names[id(each)]: _readable(own) for each, own in optimizer.state.items() if _readable(own)}
             for optimizer in self._optimizers
-        ]
+        ] + [keras.state_of(each, self._names, num_pushing) for each in self._keras]
         here = {name: streams.readable(value) for name, value in values.items()}
         return StateOfAll(0, here, tuple(states)) if any(states) else None
 
@@ -162,6 +164,8 @@ class ClusterVariables:
         for each in (*made, *self._optimizers):
             hooked: Any = each
             self._hooks.append(hooked.register_state_dict_pre_hook(lambda *_: self._fetch_state()))
+        for optimizer in self._keras:
+            keras.save_with(optimizer, self._fetch_state)
 
     @torch.no_grad()
     def _fetch_state(self) -> None:
@@ -174,6 +178,8 @@ class ClusterVariables:
         for optimizer, states in zip(self._optimizers, state.optimizers, strict=False):
             for name, own in states.items():
                 optimizer.state[self._parameters[name]] = dict(own)
+        for of_keras, states in zip(self._keras, state.optimizers, strict=False):
+            keras.put_state(of_keras, self._names, states)
 
     @staticmethod
     @torch.no_grad()

@@ -19,6 +19,7 @@ from stratagem.replicas.values import PerReplica
 from stratagem.strategies import context, staleness
 from stratagem.strategies.local_replicas import LocalReplicas
 from stratagem.strategies.parameter_cluster import ClusterTask, task_of
+from stratagem.strategies.parameter_cluster_options import OF_CLUSTERS
 from stratagem.strategies.parameter_server_engine import ParameterWorkers
 from stratagem.strategies.parameter_server_results import is_pending, mapped, pending
 from stratagem.strategies.parameter_server_worker import WorkerSettings
@@ -69,6 +70,8 @@ class ParameterServerStrategy(Replicated):
         if num_workers is None:
             context.require_controller("ParameterServerStrategy()")
             return task_of(found().resolver, options)
+        if wrong := next((name for name in options if name in OF_CLUSTERS), None):
+            raise StrategyError(f"{wrong} is for tasks of a cluster; with num_workers= leave it out")
         return super().__new__(cls)
 
     def __init__(

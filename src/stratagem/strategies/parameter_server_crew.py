@@ -265,6 +265,7 @@ class Crew:
         for place, (own, step) in enumerate(worker.steps):
             if own == number:
                 del worker.steps[place]
+                step.done_by = worker.number
                 step.finish(outcome) if kind == DONE else step.finish(failure=outcome)
                 if step.is_own:
                     step.raise_error()

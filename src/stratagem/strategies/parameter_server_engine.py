@@ -158,20 +158,23 @@ class ParameterWorkers:
         try:
             if self._is_started:
                 self.settle()
-                self.main.bring_state_home()  # type: ignore[union-attr]  # it is there when workers are
         finally:
             self.end()
         self.raise_failures()
 
     def end(self, cause: BaseException | None = None) -> None:
-        """Ends the workers at once; nothing can be run any more."""
-        because = f" because {type(cause).__name__}: {cause}" if isinstance(cause, StratagemError) else ""
+        """Ends the workers at once; nothing can be run any more. What they have applied stays."""
+        because = "" if cause is None else f" because {type(cause).__name__}: {cause}"
+        because = " by Ctrl-C" if isinstance(cause, KeyboardInterrupt) else because
         self.closed_at = self.closed_at or calling_line() + because
         _open.discard(self)
         self._ending.detach()
         for step in [*self.crew.queue, *(step for each in self.crew.workers.values() for _, step in each.steps)]:
             step.finish(error=StrategyError(f"{self._name} was closed at {self.closed_at} before this step was done"))
             step.is_reported = True
+        self.crew.stop()
+        if self.main is not None:
+            self.main.bring_state_home()
         _end(self.crew, self._started, self._process)
         self.distribution.tracker.let_go()
 
@@ -269,7 +272,7 @@ class ParameterWorkers:
     ) -> Step:
         """A step that can be entered, at the settings of this moment."""
         told = control.flattened(control.surroundings()), own_round
-        return Step(function, args, kwargs, told=told, worker=worker)
+        return Step(function, args, kwargs, told=told, worker=worker, run_number=self.num_runs)
 
     def attend(self, *, wait: bool = False) -> None:
         """Takes in what workers have sent; waits a moment for something if told to."""
@@ -326,8 +329,8 @@ class ParameterWorkers:
         """Warns of steps whose gradients were not finite, or raises."""
         for step in finished:
             if isinstance(step.answer, Answer):
-                skipped = [(0, step.answer.skipped)] if step.answer.skipped else []
-                self._nonfinite.judge(skipped, updated=step.answer.updated, run_number=self.num_runs)
+                skipped = [(step.done_by, step.answer.skipped)] if step.answer.skipped else []
+                self._nonfinite.judge(skipped, updated=step.answer.updated, run_number=step.run_number)
 
     def _raise(self, step: Step) -> None:
         # What its worker did of what it was told is not known: all are told everything.
@@ -377,7 +380,8 @@ _open: "weakref.WeakSet[ParameterWorkers]" = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     error = getattr(sys, "last_value", None)  # what has ended the program, if anything
-    for workers in list(_open):
-        if error is not None:
-            workers.tell_others(error)
-        workers.close()
+    for workers in [each for each in _open if each._process == os.getpid()]:
+        try:
+            workers.end(error) if error is not None else workers.close()
+        except Exception:  # of a step that nobody has looked at
+            sys.excepthook(*cast(Any, sys.exc_info()))

@@ -196,6 +196,8 @@ class MainProgram:
 
         def gather() -> dict[str, Any]:
             own = cast(torch.optim.Optimizer, held())
+            main._workers.settle()
+            main.repair()
             main.bring_home(name, own)
             try:
                 return kind.state_dict(own)
@@ -222,9 +224,7 @@ class MainProgram:
         optimizer.step = step  # type: ignore[method-assign]
 
     def bring_home(self, name: int, optimizer: torch.optim.Optimizer) -> None:
-        """Gives the program's optimizer a copy of its state."""
-        self._workers.settle()
-        self.repair()
+        """Gives the program's optimizer a copy of its state; nobody changes that meanwhile."""
         states = self._states[name][0].read(self.variables)
         for group in optimizer.param_groups:
             for each in group["params"]:
@@ -244,7 +244,8 @@ class MainProgram:
         return {name: state for name, state in named.items() if name is not None}
 
     def bring_state_home(self) -> None:
-        """Gives all of the program's optimizers their state, at the end."""
+        """Gives all of the program's optimizers their state, when no worker is there any more."""
+        self.repair()
         live = self._registry.live()
         for name in self._states:
             if name in live:

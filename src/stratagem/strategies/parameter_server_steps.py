@@ -18,6 +18,7 @@ class Step:
         told: What is sent with it besides, for whoever makes the message.
         worker: Which worker must have it; `None` for any.
         is_own: Whether it is a call of the library's own: it is not given to another worker.
+        run_number: Which run of the program it is of.
     """
 
     def __init__(
@@ -29,9 +30,10 @@ class Step:
         told: Any = None,
         worker: int | None = None,
         is_own: bool = False,
+        run_number: int = 0,
     ) -> None:
         self.function, self.args, self.kwargs, self.told, self.worker = function, args, kwargs, told, worker
-        self.is_own = is_own
+        self.is_own, self.run_number, self.done_by = is_own, run_number, 0
         self.is_done = False
         self.is_sent = False
         self.answer: Any = None

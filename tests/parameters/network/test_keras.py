@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -54,6 +55,44 @@ def test_fit_of_one_worker_equals_one_device(new_cluster: NewCluster, make: Call
     np.testing.assert_allclose(own_predictions, predictions, rtol=1e-3, atol=1e-3)
     for name, values in logs.items():
         np.testing.assert_allclose(own_logs[name], values, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+        lambda: keras.optimizers.Adam(0.05, amsgrad=True),
+        lambda: keras.optimizers.Adamax(0.05),
+        lambda: keras.optimizers.Nadam(0.05),
+        lambda: keras.optimizers.Adadelta(1.0),
+        lambda: keras.optimizers.Adagrad(0.05),
+    ],
+)
+def test_what_was_saved_goes_on_with_the_state_of_the_optimizer(
+    new_cluster: NewCluster, tmp_path: Path, make: Callable[[], Any]
+) -> None:
+    def train(model: Any) -> None:
+        model.fit(INPUTS, TARGETS, batch_size=8, epochs=2, shuffle=False, verbose=0)
+
+    path = tmp_path / "saved.weights.h5"
+    with sg.OneDeviceStrategy() as reference:
+        expected = model_in(reference, make())
+        for _ in range(2):
+            train(expected)
+    for part in range(2):
+        with task(new_cluster(num_ps=2, num_workers=1)) as strategy:
+            model = model_in(strategy, make())
+            if part:
+                model.optimizer.build(model.trainable_variables)
+                model.load_weights(path)
+            train(model)
+            model.save_weights(path)
+    for own, other in zip(
+        [*model.get_weights(), *model.optimizer.variables],
+        [*expected.get_weights(), *expected.optimizer.variables],
+        strict=True,
+    ):
+        np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, (own, other)), rtol=1e-2, atol=1e-4)
 
 
 def test_workers_train_on_their_parts_and_evaluate_alone(new_cluster: NewCluster) -> None:

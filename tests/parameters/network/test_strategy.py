@@ -202,6 +202,23 @@ def falling(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], 
     return step
 
 
+def test_tasks_with_other_clusters_are_told(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    with task(cluster) as one:
+        model, optimizer = make_scalar(one)
+        one.run(falling(model, optimizer))
+        cluster.spec["worker"].append("127.0.0.1:1")
+        with task(cluster, index=2) as other:
+            kept = make_scalar(other)
+            with pytest.warns(StratagemWarning, match="worker/2 has 3 tasks that train, that of the task .* 2 tasks"):
+                other.run(lambda: None)
+        with task(cluster, index=2, consistency=BoundedStaleness(1)) as other:
+            kept = make_scalar(other)
+            with pytest.raises(ParameterError, match=r"Async\(\) there and BoundedStaleness\(1\) here"):
+                other.run(lambda: None)
+        del kept
+
+
 def test_each_push_is_applied_with_the_rate_of_its_own_worker(new_cluster: NewCluster) -> None:
     cluster = new_cluster()
     with task(cluster) as one, task(cluster, index=1) as other:
@@ -314,7 +331,7 @@ def test_options_without_meaning_in_a_task_are_refused(options: dict[str, Any], 
 
 def test_options_are_translated() -> None:
     options = ClusterOptions.of(consistency=BoundedStaleness(2), compression="bf16")
-    assert options.pacing([1, 2, 3]) == Pacing(max_ahead=2)
+    assert options.pacing([1, 2, 3]) == Pacing(max_ahead=2, members=(1, 2, 3))
     assert options.compression == sg.Compression("bf16")
     assert ClusterOptions.of(consistency=Synchronous(1)).pacing([1, 2, 3]) == Pacing(None, 2, (1, 2, 3))
     rates = ClusterOptions.of(consistency=Async(rate_of=lambda staleness: 1 / (1 + staleness))).pacing([1, 2, 3]).rates

@@ -12,6 +12,7 @@ from typing import Any, Final, Self, final
 
 import torch
 
+from stratagem._caller import warn_caller
 from stratagem.cluster import token as tokens
 from stratagem.cluster.agreement import Introduction
 from stratagem.cluster.members import Pulse, check_rhythm
@@ -22,6 +23,7 @@ from stratagem.errors import (
     ParameterError,
     ParameterServerLostError,
     ProtocolError,
+    StratagemWarning,
     TaskLostError,
 )
 from stratagem.parameters.contract import OptimizerSpec, Outcome, Plain, ShardPlan, Verdict
@@ -127,7 +129,7 @@ class ParameterClient:
         introduction = Introduction.of_this_process(self.task, self.spec, jobs, None)
         deadline = time.monotonic() + self.join_timeout_s
         try:
-            joining.open_all(self._talk, self._connections, deadline)
+            joining.open_all(self._talk, self._connections, self.join_timeout_s)
             joining.introduce(self._talk, self._connections, introduction, deadline)
         except BaseException:
             self._talk.close(is_done=False)
@@ -168,6 +170,14 @@ class ParameterClient:
         answers, is_new = joining.define(self._talk, names, body, plan, values, self.join_timeout_s)
         self._plan, self._num_optimizers = plan, len(optimizers)
         self._clock = min(answer["clock"] for answer in answers.values())
+        if others := next((answer["reason"] for answer in answers.values() if answer["reason"]), ""):
+            own = len((pacing or Pacing()).members)
+            warn_caller(
+                f"the cluster of {self.task.name} has {own} tasks that train, that of the "
+                f"task which defined the variables {others}: each has its part of the data by its own count, so that "
+                f"some examples are used twice or not at all. Give all tasks the same cluster",
+                StratagemWarning,
+            )
         if state is not None and is_new:
             saving.give(self._talk, plan, self._num_optimizers, state)
         if self._shares_memory:

@@ -148,13 +148,16 @@ class Connection:
             f"file to all machines"
         )
 
-    def await_listener(self, timeout_s: float) -> None:
+    def await_listener(self, deadline: float, timeout_s: float, present: Sequence[str]) -> None:
         """Waits until somebody listens where the server is to be.
 
+        Args:
+            deadline: Until when.
+            timeout_s: How long that was from the beginning.
+            present: Which other servers are there.
         Raises:
             ClusterJoinError: Nobody does in time.
         """
-        deadline = time.monotonic() + timeout_s
         while True:
             try:
                 socket.create_connection((self._host, self._port), timeout=_HANDSHAKE_S).close()
@@ -162,7 +165,7 @@ class Connection:
             except OSError as error:
                 reason = os.strerror(error.errno) if error.errno else str(error)
                 if time.monotonic() >= deadline or error.errno == errno.EACCES:
-                    raise ClusterJoinError(missing_text([self.task], [], timeout_s, reason)) from None
+                    raise ClusterJoinError(missing_text([self.task], present, timeout_s, reason)) from None
             time.sleep(_RETRY_S)
 
     def _say(self, dealer: "zmq.Socket[bytes]", kind: Greeting, content: bytes) -> None:

@@ -199,13 +199,15 @@ class Desk:
             self._pace = self._new_pace(wanted.pacing, self._shard)
         elif difference := _difference(self._definition, wanted):
             raise ParameterError(
-                f"this task and the one that defined the variables have different models: {difference}; "
-                f"run the same program in all tasks"
+                f"this task and the one that defined the variables have different models or clusters: {difference}; "
+                f"run the same program in all tasks, with the same cluster"
             )
         if request.worker not in self._lives:
             self._lives[request.worker] = self._shard.admit(request.worker)
         clock = 0 if self._pace is None else self._pace.enter(request.worker)
-        request.answer(Kind.DONE, bodies.done(version=self._shard.version, clock=clock), ())
+        known = (self._definition or wanted).pacing.members
+        said = f"{len(known)} tasks that train" if known != wanted.pacing.members else ""
+        request.answer(Kind.DONE, bodies.done(version=self._shard.version, clock=clock, reason=said), ())
 
     def _new_pace(self, pacing: Pacing, shard: Shard) -> Pace:
         pace = Pace(pacing, shard, self._answer_push, _fail)
@@ -343,8 +345,10 @@ def _difference(one: _Definition, other: _Definition) -> str:
         return f"optimizers {[each.kind for each in one.optimizers]} and {[each.kind for each in other.optimizers]}"
     if one.pacing.rates != other.pacing.rates:
         return "rate_of gives other rates"
-    if one.pacing != other.pacing:
-        return f"consistency as {one.pacing} and {other.pacing}"
+    if str(one.pacing) != str(other.pacing):
+        return f"{one.pacing} there and {other.pacing} here"
+    if one.pacing.num_gradients is not None and one.pacing.members != other.pacing.members:
+        return f"steps of {len(one.pacing.members)} workers there, of {len(other.pacing.members)} here"
     return ""
 
 

@@ -18,15 +18,22 @@ from stratagem.parameters.network.talking import Talk, raise_first
 _RETRY_S: Final = 0.05
 
 
-def open_all(talk: Talk, connections: Sequence[Connection], deadline: float) -> None:
+def open_all(talk: Talk, connections: Sequence[Connection], timeout_s: float) -> None:
     """Connects with all servers, and begins to talk with them.
 
+    Args:
+        talk: The way to them.
+        connections: To each of them.
+        timeout_s: How long to wait for all.
     Raises:
         ClusterJoinError: One has not come in time.
         HandshakeError: Who answers at the address of a server is none, or has another token.
     """
+    deadline = time.monotonic() + timeout_s
+    present: list[str] = []
     for connection in connections:  # first, since who is connected must give signs of life
-        connection.await_listener(deadline - time.monotonic())
+        connection.await_listener(deadline, timeout_s, present)
+        present.append(connection.task.name)
     for connection in connections:
         connection.open(talk.context)
     talk.start()

@@ -28,7 +28,7 @@ class Pacing:
     Args:
         max_ahead: How many pushes a worker may be ahead of the slowest; `None` for any.
         num_gradients: How many pushes make one update; `None` if each makes its own.
-        members: The numbers of the workers that take part in such updates.
+        members: The numbers of the workers that take part.
         stall_s: How long a worker waits for others before that is an error.
         rates: The factors of the learning rate of a push, by its staleness; the last one holds for all beyond. None
             for 1.
@@ -43,6 +43,11 @@ class Pacing:
     def rate_of(self, staleness: int) -> float:
         """The factor of the learning rate of a push."""
         return self.rates[min(staleness, len(self.rates) - 1)] if self.rates else 1.0
+
+    def __str__(self) -> str:
+        if self.num_gradients is not None:
+            return f"Synchronous(backup_workers={len(self.members) - self.num_gradients})"
+        return "Async()" if self.max_ahead is None else f"BoundedStaleness({self.max_ahead})"
 
     def to_body(self) -> list[Any]:
         """As a field of a body."""
