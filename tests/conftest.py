@@ -1,6 +1,7 @@
 """What every test gets: the guards, a fresh configuration, and a machine without surprises."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,8 @@ os.environ["KERAS_BACKEND"] = "torch"  # before Keras is imported anywhere
 
 def pytest_configure() -> None:
     adopt_orphans()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: tests press Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Their files first: two processes share the tests by file, and a long one at the end would keep one of them alone.

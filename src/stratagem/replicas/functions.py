@@ -87,14 +87,19 @@ class FunctionCache:
             elif len(seen) >= _MAX_NODES:
                 return None
             else:
+                is_definition = isinstance(value, types.FunctionType | type | types.ModuleType)
+                is_sent_whole = is_definition and travels_by_value(value)
                 # A function of the user's is known by its code: itself it would keep alive all that it captures.
-                if kind is not types.FunctionType or not travels_by_value(value):
+                if kind is not types.FunctionType or not is_sent_whole:
                     kept.append(value)
                 found.append(id(value))
-                parts = _parts(value, found)
-                if parts is None:
-                    return None
-                todo += parts
+                if is_sent_whole:
+                    todo += _parts_of_definition(value, found)
+                elif not is_definition:
+                    parts = _parts(value, found)
+                    if parts is None:
+                        return None
+                    todo += parts
                 seen.add(id(value))
         return tuple(found)
 
@@ -105,8 +110,6 @@ def _parts(value: Any, found: list[Any]) -> Iterable[Any] | None:
         return _note_tensor(value, found)
     if type(value) is np.ndarray:
         return _note_array(value, found)
-    if isinstance(value, types.FunctionType | type | types.ModuleType):
-        return _parts_of_definition(value, found) if travels_by_value(value) else ()
     if isinstance(value, enum.Enum):
         return ()  # one of a fixed set
     if type(value) in _COLLECTIONS:
