@@ -8,6 +8,7 @@ one row.
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -86,6 +87,11 @@ class ShardPlan:
 
     variables: tuple[Variable, ...]
     shards: tuple[tuple[Piece, ...], ...]
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Variable]:
+        """All variables."""
+        return {each.name: each for each in self.variables}
 
     def places(self, name: str) -> list[tuple[int, Piece]]:
         """The shards that have a part of a variable, in the order of its rows."""

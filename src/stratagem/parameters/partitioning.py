@@ -94,13 +94,12 @@ def make_plan(variables: Sequence[Variable], num_shards: int, partitioner: Parti
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ParameterError(f"each variable has a name of its own, {twice!r} came twice; name modules differently")
-    pieces = [piece for variable in variables for piece in _cut(variable, num_shards, partitioner)]
     order = {name: place for place, name in enumerate(names)}
     # The largest first, to the shard with the least: of one variable no two parts come to the same shard.
     loads = [(0, number) for number in range(num_shards)]
     shards: list[list[Piece]] = [[] for _ in range(num_shards)]
     for variable in sorted(variables, key=lambda each: (-each.num_bytes, order[each.name])):
-        parts = [piece for piece in pieces if piece.variable is variable]
+        parts = _cut(variable, num_shards, partitioner)
         chosen = [heapq.heappop(loads) for _ in parts]
         for piece, (load, number) in zip(parts, chosen, strict=True):
             shards[number].append(piece)

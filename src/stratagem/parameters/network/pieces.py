@@ -53,9 +53,9 @@ def require_fit(plan: ShardPlan, name: str, value: torch.Tensor) -> None:
     Raises:
         ParameterError: It is not.
     """
-    variable = next((each for each in plan.variables if each.name == name), None)
+    variable = plan.by_name.get(name)
     if variable is None:
-        raise ParameterError(f"there is no variable {name!r}; there are {', '.join(v.name for v in plan.variables)}")
+        raise ParameterError(f"there is no variable {name!r}; there are {', '.join(plan.by_name)}")
     if tuple(value.shape) != variable.shape or value.dtype != variable.dtype:
         raise ParameterError(
             f"the value for {name!r} is {variable.dtype} {variable.shape}, got {value.dtype} {tuple(value.shape)}"
