@@ -15,6 +15,7 @@ from torch import nn
 import stratagem as sg
 from stratagem.errors import NonFiniteGradientError, StepCancelledError, StrategyError
 from stratagem.strategies import coordinator as module
+from tests.steps import falling_step
 
 PATIENCE_S = 20.0
 
@@ -85,11 +86,7 @@ def test_training_reaches_the_same_weights_whoever_does_the_steps(coordinator: s
     with torch.no_grad():
         model.weight.zero_()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model.weight.sum().backward()
-        optimizer.step()
-
+    step = falling_step(model, optimizer)
     for _ in range(16):
         coordinator.schedule(step)
     coordinator.join()

@@ -19,7 +19,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import NonFiniteGradientError, ParameterError, StratagemWarning, StrategyError
-from tests.steps import plain_step
+from tests.steps import falling_step, plain_step
 from tests.training.estimators import Record, one_pass
 from tests.training.estimators import batches as estimator_batches
 from tests.training.estimators import make as make_estimator
@@ -198,12 +198,7 @@ def test_main_program_sees_all_steps_before_it_uses_the_model(strategy: sg.Param
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
-    def step() -> None:
-        time.sleep(0.02)
-        optimizer.zero_grad()
-        model.weight.sum().backward()
-        optimizer.step()
-
+    step = falling_step(model, optimizer, pause_s=0.02)
     with torch.no_grad():
         model.weight.fill_(0.0)
     for _ in range(5):
@@ -216,12 +211,7 @@ def test_averages_of_the_main_program_are_of_whole_steps(strategy: sg.ParameterS
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
-    def step() -> None:
-        time.sleep(0.02)
-        optimizer.zero_grad()
-        model.weight.sum().backward()
-        optimizer.step()
-
+    step = falling_step(model, optimizer, pause_s=0.02)
     with torch.no_grad():
         model.weight.fill_(0.0)
     for _ in range(4):
@@ -421,11 +411,7 @@ def test_optimizer_keeps_its_own_attributes(strategy: sg.ParameterServerStrategy
     with torch.no_grad():
         model.weight.zero_()
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model.weight.sum().backward()
-        optimizer.step()
-
+    step = falling_step(model, optimizer)
     strategy.run(step).wait()
     assert model.weight.item() == -3.0
 

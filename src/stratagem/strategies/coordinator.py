@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
-from torch.utils import _pytree as pytree
-
 from stratagem.errors import StepCancelledError, StrategyError
 from stratagem.inputs import InputContext
 from stratagem.parameters.consistency import Synchronous
@@ -17,6 +15,7 @@ from stratagem.replicas import values
 from stratagem.strategies import context, in_child
 from stratagem.strategies.parameter_server import ParameterServerStrategy
 from stratagem.strategies.parameter_server_engine import ParameterWorkers
+from stratagem.strategies.parameter_server_results import with_leaves
 from stratagem.strategies.parameter_server_steps import Step
 from stratagem.strategies.strategy import require_call
 
@@ -262,10 +261,7 @@ def _take_in(coordinator: "weakref.ref[ClusterCoordinator]", step: Step) -> None
 
 
 def _fetched(value: Any) -> Any:
-    leaves, structure = pytree.tree_flatten(value)
-    # Not by `tree_map`, which would take a StopIteration of a function for its own end.
-    fetched = [each.fetch() if isinstance(each, RemoteValue) else each for each in leaves]
-    return pytree.tree_unflatten(fetched, structure)
+    return with_leaves(lambda each: each.fetch() if isinstance(each, RemoteValue) else each, value)
 
 
 # In a worker

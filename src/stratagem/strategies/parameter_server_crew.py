@@ -53,6 +53,11 @@ class Worker:
         self._children = ForkedChildren()
         self._children.begin(1)
 
+    @property
+    def is_started(self) -> bool:
+        """Whether its process is there."""
+        return hasattr(self, "wire")
+
     def start(self) -> None:
         """Waits for the process to be there."""
         ((self.process, self.wire),) = self._children.start(self._registry, self._timeout_s)
@@ -71,7 +76,7 @@ class Worker:
 
     def end(self, *, politely: bool) -> None:
         """Ends the process and gives back what it needed."""
-        if hasattr(self, "wire"):
+        if self.is_started:
             if politely and not self.process.is_stopped:
                 self.wire.shut()
                 self.process.wait(_STOP_GRACE_S)
@@ -131,7 +136,7 @@ class Crew:
     def start(self) -> None:
         """Waits for workers that were ordered, and gives them all that they must know."""
         for worker in list(self.workers.values()):
-            if not hasattr(worker, "wire"):
+            if not worker.is_started:
                 worker.start()
                 self._poll.register(worker.wire.fileno(), select.POLLIN)
                 try:
@@ -147,7 +152,7 @@ class Crew:
         self.wait(lambda: not any(worker.steps for worker in leaving))
         for worker in leaving:
             if self.workers.get(worker.number) is worker:  # else it was lost meanwhile
-                if hasattr(worker, "wire"):
+                if worker.is_started:
                     self._poll.unregister(worker.wire.fileno())
                 del self.workers[worker.number]
                 worker.end(politely=True)
@@ -155,7 +160,7 @@ class Crew:
     def stop(self) -> None:
         """Ends all workers."""
         for worker in self.workers.values():
-            if hasattr(worker, "wire"):
+            if worker.is_started:
                 worker.wire.shut()
         for worker in self.workers.values():
             worker.end(politely=not worker.steps)
@@ -293,7 +298,7 @@ class Crew:
     def look_after_holder(self, process: int, waited_s: float) -> None:
         """Ends a worker that keeps a lock for which the program has waited; it is lost when somebody attends."""
         for worker in self.workers.values() if waited_s > _STOPPED_S else ():
-            if hasattr(worker, "wire") and worker.process.pid == process:
+            if worker.is_started and worker.process.pid == process:
                 is_stopped = worker.process.is_stopped
                 if is_stopped or waited_s > self.stall_timeout_s:
                     worker.killed_because = f"{'was stopped' if is_stopped else 'kept a lock'} for {waited_s:.1f} s"

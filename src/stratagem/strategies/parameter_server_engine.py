@@ -172,9 +172,6 @@ class ParameterWorkers:
         for step in [*self.crew.queue, *(step for each in self.crew.workers.values() for _, step in each.steps)]:
             step.finish(error=StrategyError(f"{self._name} was closed at {self.closed_at} before this step was done"))
             step.is_reported = True
-        self.crew.stop()
-        if self.main is not None:
-            self.main.bring_state_home()
         _end(self.crew, self._started, self._process)
         self.distribution.tracker.let_go()
 

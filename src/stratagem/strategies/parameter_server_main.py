@@ -50,14 +50,16 @@ class MainProgram:
         context.open_runtimes.append(cast(Any, self))
 
     def close(self) -> None:
-        """Makes objects plain again; tensors that are still used keep their memory."""
+        """Makes objects plain again, with all their state, when no worker is there; tensors keep their memory."""
         if self in cast(list[Any], context.open_runtimes):
             context.open_runtimes.remove(cast(Any, self))
         self.repair()
-        for obj in self._registry.live().values():
+        for name, obj in self._registry.live().items():
             if isinstance(obj, torch.optim.Optimizer):
-                for name in _OVERRIDDEN:
-                    obj.__dict__.pop(name, None)
+                if name in self._states:
+                    self.bring_home(name, obj)
+                for overridden in _OVERRIDDEN:
+                    obj.__dict__.pop(overridden, None)
 
     def repair(self) -> None:
         """Undoes what workers that were ended had begun."""
@@ -242,14 +244,6 @@ class MainProgram:
         """What the program's optimizer has, by the names of variables: their places change when some are added."""
         named = {self._registry.reference(each): state for each, state in optimizer.state.items()}
         return {name: state for name, state in named.items() if name is not None}
-
-    def bring_state_home(self) -> None:
-        """Gives all of the program's optimizers their state, when no worker is there any more."""
-        self.repair()
-        live = self._registry.live()
-        for name in self._states:
-            if name in live:
-                self.bring_home(name, live[name])
 
 
 _CHANGING = frozenset({"params", "lr", "initial_lr"})  # which make no difference to what state there is

@@ -106,11 +106,10 @@ def pending(function: Callable[..., Any], *given: Any, gives_parts: bool = False
 
     They may be inside nestings.
     """
-    leaves, structure = pytree.tree_flatten(given)
-    needed = [each for each in leaves if type(each) is Pending]
+    needed = [each for each in pytree.tree_leaves(given) if type(each) is Pending]
     steps = [step for each in needed for step in each._steps if not step.is_done or step.has_failed]
     depth = 1 + max(each._depth for each in needed)
-    kept = pytree.tree_unflatten([_as_it_is_now(each) for each in leaves], structure)
+    kept = with_leaves(_as_it_is_now, given)
     made = Pending(lambda: function(*waited_for(kept)), steps, gives_parts=gives_parts, depth=depth)
     if depth >= _DEEPEST:
         made.wait()
@@ -124,9 +123,16 @@ def is_pending(value: Any) -> bool:
 
 def waited_for(value: Any) -> Any:
     """A nesting with everything in it that workers still compute."""
+    return with_leaves(lambda each: each.wait() if type(each) is Pending else each, value)
+
+
+def with_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """A nesting with what a function makes of its leaves.
+
+    Not by `tree_map`, which would take a StopIteration that a step has raised for its own end.
+    """
     leaves, structure = pytree.tree_flatten(value)
-    # Not by `tree_map`, which would take a StopIteration of a step for its own end.
-    return pytree.tree_unflatten([each.wait() if type(each) is Pending else each for each in leaves], structure)
+    return pytree.tree_unflatten([function(each) for each in leaves], structure)
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:

@@ -267,13 +267,19 @@ def test_state_without_a_push_that_one_server_alone_has_is_none(
     assert saver.client.state().version == 1
 
 
-def test_push_that_had_to_wait_is_applied_also_when_its_worker_has_left(new_cluster: NewCluster) -> None:
-    cluster = new_cluster()
+def left_while_its_push_waits(cluster: Cluster, *, is_done: bool) -> Trainer:
+    """The one for whom the push of another waits, which is gone by now."""
     saver, pusher = cluster.trainer(0), cluster.trainer(1)
     held(saver)
     pusher.client.push(pusher.gradients(1))
     saver.pull()
-    pusher.client.close(is_done=True)
+    pusher.client.close(is_done=is_done)
+    return saver
+
+
+def test_push_that_had_to_wait_is_applied_also_when_its_worker_has_left(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    saver = left_while_its_push_waits(cluster, is_done=True)
     assert state_at(saver, {"2": 1}).answer["version"] == 1
     again = cluster.trainer(1)
     assert [each.version for each in again.step(2)] == [2]
@@ -281,11 +287,7 @@ def test_push_that_had_to_wait_is_applied_also_when_its_worker_has_left(new_clus
 
 def test_worker_that_is_back_before_its_last_push_was_applied_goes_on_without_it(new_cluster: NewCluster) -> None:
     cluster = new_cluster()
-    saver, pusher = cluster.trainer(0), cluster.trainer(1)
-    held(saver)
-    pusher.client.push(pusher.gradients(1))
-    saver.pull()
-    pusher.client.close()
+    saver = left_while_its_push_waits(cluster, is_done=False)
     again = cluster.trainer(1)
     assert state_at(saver, {}).answer["version"] == 0
     assert [each.version for each in again.step(2)] == [1]

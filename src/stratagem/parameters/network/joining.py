@@ -121,8 +121,7 @@ def _repeated(
     answers: dict[int, Body] = {}
     while True:
         pendings = {shard: request(shard) for shard in shards if shard not in answers}
-        talk.ask(pendings)
-        talk.wait(pendings)
+        talk.settle(pendings)
         is_late = time.monotonic() >= deadline
         for shard, pending in pendings.items():
             if isinstance(pending.error, ParameterError) or (isinstance(pending.error, RetryError) and is_late):
@@ -138,7 +137,6 @@ def _repeated(
 
 def _answered(talk: Talk, pendings: Mapping[int, Pending]) -> dict[int, Body]:
     """Asks once; the answers of those that have one."""
-    talk.ask(pendings)
-    talk.wait(pendings)
+    talk.settle(pendings)
     raise_first(each for each in pendings.values() if not isinstance(each.error, RetryError))
     return {shard: each.answer for shard, each in pendings.items() if each.error is None}

@@ -36,8 +36,7 @@ def fetch(talk: Talk, plan: ShardPlan, num_optimizers: int) -> StateOfAll:
             for worker, number in pending.answer["lives"].items():
                 up_to[worker] = max(number, up_to.get(worker, 0))
         asked = {shard: Pending(Kind.STATE, {"up_to": up_to}, (), StateOfAll.rooms(plan, shard)) for shard in shards}
-        talk.ask(asked)
-        talk.wait(asked)
+        talk.settle(asked)
         if not any(isinstance(each.error, RetryError) for each in asked.values()):
             break
     for each in asked.values():

@@ -61,6 +61,11 @@ class Talk:
             self._asked += pendings.items()
         self._bell.ring()
 
+    def settle(self, pendings: Mapping[int, Pending]) -> None:
+        """Sends requests and waits until all are answered, well or not."""
+        self.ask(pendings)
+        self.wait(pendings)
+
     def wait(self, pendings: Mapping[int, Pending]) -> None:
         """Waits until all are answered, well or not."""
         for pending in pendings.values():
@@ -74,8 +79,7 @@ class Talk:
         Raises:
             Exception: What the first has failed with.
         """
-        self.ask(pendings)
-        self.wait(pendings)
+        self.settle(pendings)
         raise_first(pendings.values())
 
     def close(self, *, is_done: bool) -> None:
