@@ -21,10 +21,10 @@ from benchmarks.tables import TARGET_COLUMNS, Target, markdown, show
 from stratagem.collectives.exchange import Exchange
 from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import NUM_LOOKS, Signals
-from stratagem.replicas.group import ReplicaGroup, raise_first
-from stratagem.replicas.heap import freed_memory_kept
-from stratagem.replicas.memory import Region
-from stratagem.replicas.registry import Registry
+from stratagem.processes.allocator import freed_memory_kept
+from stratagem.processes.group import ReplicaGroup, raise_first
+from stratagem.processes.region import Region
+from stratagem.processes.registry import Registry
 
 _SIZE = 2
 _NUM_WARM_UP = 2

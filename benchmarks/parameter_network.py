@@ -255,8 +255,8 @@ def compression(num_steps: int = 150) -> list[list[str]]:
 
 
 def _train_compressed(way: Compression | None, num_steps: int) -> tuple[float, int]:
-    from stratagem.parameters.contract import Piece, Variable  # noqa: PLC0415
     from stratagem.parameters.network.compression import Encoder, decoded  # noqa: PLC0415
+    from stratagem.parameters.protocol import Piece, Variable  # noqa: PLC0415
 
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))

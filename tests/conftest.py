@@ -10,7 +10,7 @@ from stratagem import _env
 from stratagem.devices import inventory as inventory_module
 from stratagem.devices.device import LogicalDeviceConfiguration
 from stratagem.devices.inventory import Inventory
-from stratagem.replicas import launcher
+from stratagem.processes import launcher
 from tests.cluster import nursery
 from tests.guards import adopt_orphans, nothing_left_behind
 

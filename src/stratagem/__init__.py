@@ -15,14 +15,33 @@ if TYPE_CHECKING:
     from stratagem import estimator as estimator
     from stratagem.cluster import ClusterSpec as ClusterSpec
     from stratagem.cluster import Server as Server
-    from stratagem.cluster.ray_cluster import RayCluster as RayCluster
-    from stratagem.cluster.sessions import Session as Session
+    from stratagem.cluster.ray.ray_cluster import RayCluster as RayCluster
     from stratagem.devices import DeviceSpec as DeviceSpec
     from stratagem.devices import LogicalDevice as LogicalDevice
     from stratagem.devices import OutOfMemoryError as OutOfMemoryError
     from stratagem.devices import PhysicalDevice as PhysicalDevice
+    from stratagem.engine.average_loss import compute_average_loss as compute_average_loss
+    from stratagem.engine.batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
+    from stratagem.engine.context import get_replica_context as get_replica_context
+    from stratagem.engine.context import has_strategy as has_strategy
+    from stratagem.engine.context import in_cross_replica_context as in_cross_replica_context
     from stratagem.errors import StratagemError as StratagemError
+    from stratagem.graphs.graph import Graph as Graph
+    from stratagem.graphs.graph import add_n as add_n
+    from stratagem.graphs.graph import assign as assign
+    from stratagem.graphs.graph import constant as constant
+    from stratagem.graphs.graph import get_default_graph as get_default_graph
+    from stratagem.graphs.graph import get_variable as get_variable
+    from stratagem.graphs.graph import global_variables_initializer as global_variables_initializer
+    from stratagem.graphs.graph import placeholder as placeholder
+    from stratagem.graphs.graph import reset_default_graph as reset_default_graph
+    from stratagem.graphs.sessions.cluster_session import Session as Session
+    from stratagem.graphs.sessions.session_config import GPUOptions as GPUOptions
+    from stratagem.graphs.sessions.session_config import SessionConfig as SessionConfig
+    from stratagem.graphs.trace import TensorSpec as TensorSpec
+    from stratagem.graphs.trace import trace as trace
     from stratagem.inputs import InputContext as InputContext
+    from stratagem.objects.per_replica import PerReplica as PerReplica
     from stratagem.parameters.consistency import Async as Async
     from stratagem.parameters.consistency import BoundedStaleness as BoundedStaleness
     from stratagem.parameters.consistency import Synchronous as Synchronous
@@ -34,28 +53,9 @@ if TYPE_CHECKING:
     from stratagem.placement import device_of as device_of
     from stratagem.placement import log_placement as log_placement
     from stratagem.placement import place as place
-    from stratagem.placement.graph import Graph as Graph
-    from stratagem.placement.graph import add_n as add_n
-    from stratagem.placement.graph import assign as assign
-    from stratagem.placement.graph import constant as constant
-    from stratagem.placement.graph import get_default_graph as get_default_graph
-    from stratagem.placement.graph import get_variable as get_variable
-    from stratagem.placement.graph import global_variables_initializer as global_variables_initializer
-    from stratagem.placement.graph import placeholder as placeholder
-    from stratagem.placement.graph import reset_default_graph as reset_default_graph
-    from stratagem.placement.session_config import GPUOptions as GPUOptions
-    from stratagem.placement.session_config import SessionConfig as SessionConfig
-    from stratagem.placement.trace import TensorSpec as TensorSpec
-    from stratagem.placement.trace import trace as trace
-    from stratagem.replicas.values import PerReplica as PerReplica
-    from stratagem.strategies.batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
     from stratagem.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
-    from stratagem.strategies.context import get_replica_context as get_replica_context
-    from stratagem.strategies.context import has_strategy as has_strategy
-    from stratagem.strategies.context import in_cross_replica_context as in_cross_replica_context
     from stratagem.strategies.coordinator import ClusterCoordinator as ClusterCoordinator
     from stratagem.strategies.coordinator import RemoteValue as RemoteValue
-    from stratagem.strategies.losses import compute_average_loss as compute_average_loss
     from stratagem.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from stratagem.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from stratagem.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
@@ -81,8 +81,8 @@ _NAMES = {
     "DeviceSpec": "devices",
     "ExponentialMovingAverage": "training.averaging",
     "FixedShardsPartitioner": "parameters.partitioning",
-    "GPUOptions": "placement.session_config",
-    "Graph": "placement.graph",
+    "GPUOptions": "graphs.sessions.session_config",
+    "Graph": "graphs.graph",
     "InputContext": "inputs",
     "LogicalDevice": "devices",
     "MaxSizePartitioner": "parameters.partitioning",
@@ -92,39 +92,39 @@ _NAMES = {
     "OneDeviceStrategy": "strategies.one_device",
     "OutOfMemoryError": "devices",
     "ParameterServerStrategy": "strategies.parameter_server",
-    "PerReplica": "replicas.values",
+    "PerReplica": "objects.per_replica",
     "PhysicalDevice": "devices",
-    "RayCluster": "cluster.ray_cluster",
+    "RayCluster": "cluster.ray.ray_cluster",
     "RemoteValue": "strategies.coordinator",
     "Server": "cluster",
-    "Session": "cluster.sessions",
-    "SessionConfig": "placement.session_config",
+    "Session": "graphs.sessions.cluster_session",
+    "SessionConfig": "graphs.sessions.session_config",
     "StratagemError": "errors",
     "Strategy": "strategies.strategy",
     "Synchronous": "parameters.consistency",
     "WarmUp": "training.learning_rates",
-    "add_n": "placement.graph",
-    "assign": "placement.graph",
+    "add_n": "graphs.graph",
+    "assign": "graphs.graph",
     "average_gradients": "training.towers",
-    "compute_average_loss": "strategies.losses",
-    "constant": "placement.graph",
-    "convert_sync_batchnorm": "strategies.batch_norm",
+    "compute_average_loss": "engine.average_loss",
+    "constant": "graphs.graph",
+    "convert_sync_batchnorm": "engine.batch_norm",
     "device": "placement",
     "device_of": "placement",
-    "get_default_graph": "placement.graph",
-    "get_replica_context": "strategies.context",
+    "get_default_graph": "graphs.graph",
+    "get_replica_context": "engine.context",
     "get_strategy": "strategies.one_device",
-    "get_variable": "placement.graph",
-    "global_variables_initializer": "placement.graph",
-    "has_strategy": "strategies.context",
-    "in_cross_replica_context": "strategies.context",
+    "get_variable": "graphs.graph",
+    "global_variables_initializer": "graphs.graph",
+    "has_strategy": "engine.context",
+    "in_cross_replica_context": "engine.context",
     "log_placement": "placement",
     "place": "placement",
-    "placeholder": "placement.graph",
-    "reset_default_graph": "placement.graph",
+    "placeholder": "graphs.graph",
+    "reset_default_graph": "graphs.graph",
     "scale_learning_rate": "training.learning_rates",
-    "TensorSpec": "placement.trace",
-    "trace": "placement.trace",
+    "TensorSpec": "graphs.trace",
+    "trace": "graphs.trace",
 }
 
 __all__ = [*_MODULES, *_NAMES, "__version__"]  # noqa: PLE0604  # all are names

@@ -11,9 +11,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, final
 
-_INTEGRATIONS = {"keras": "stratagem.training.keras_fit"}
+_INTEGRATIONS = {"keras": "stratagem.training.keras.fit"}
 # What children of a program that uses such a library need of it.
-_IN_CHILDREN = {"keras": ("stratagem.training.keras_wire", "stratagem.training.keras_steps")}
+_IN_CHILDREN = {"keras": ("stratagem.training.keras.keras_objects", "stratagem.training.keras.steps")}
 
 
 def connect() -> None:

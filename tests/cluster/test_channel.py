@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 import stratagem as sg
 from stratagem.cluster import channel as channels
-from stratagem.cluster import messages
 from stratagem.cluster import token as tokens
 from stratagem.cluster.channel import Channel, ClosedError, SilentError
-from stratagem.cluster.messages import Kind
+from stratagem.cluster.membership import member_messages
+from stratagem.cluster.membership.member_messages import Kind
 from stratagem.cluster.token import Token
 from stratagem.errors import HandshakeError, ProtocolError
 from tests.cluster.meddling import Change, Direction, cut, flip, meddler
@@ -342,10 +342,10 @@ def test_idle_strangers_are_cut_off_in_time(server: sg.Server, monkeypatch: pyte
 @given(st.sampled_from(Kind), st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_a_clear_error(kind: Kind, encoded: bytes) -> None:
     try:
-        body = messages.decode(kind, encoded)
+        body = member_messages.decode(kind, encoded)
     except ProtocolError:
         return
-    assert messages.decode(kind, messages.encode(kind, body)) == body
+    assert member_messages.decode(kind, member_messages.encode(kind, body)) == body
 
 
 values = st.recursive(
@@ -358,12 +358,12 @@ values = st.recursive(
 @settings(deadline=None)
 @given(st.sampled_from(Kind), st.data())
 def test_fields_that_do_not_fit_are_refused(kind: Kind, data: st.DataObject) -> None:
-    names = list(messages._FIELDS[kind])
+    names = list(member_messages._FIELDS[kind])
     body = {name: data.draw(values) for name in names}
     try:
-        encoded = messages.encode(kind, body)
+        encoded = member_messages.encode(kind, body)
     except ProtocolError:
         return
-    assert messages.decode(kind, encoded) == body
+    assert member_messages.decode(kind, encoded) == body
     with pytest.raises(ProtocolError):
-        messages.encode(kind, body | {"another": 1})
+        member_messages.encode(kind, body | {"another": 1})

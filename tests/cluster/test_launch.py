@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from stratagem import _env
-from stratagem.cluster.launch import crew as crew_module
+from stratagem.cluster.launch import task_processes as crew_module
 from stratagem.cluster.launch.agent import Patience
-from stratagem.cluster.launch.local import LocalLauncher, Outcome
+from stratagem.cluster.launch.local_launcher import LocalLauncher, Outcome
 from stratagem.cluster.launch.output import ALL, Screen
 from stratagem.cluster.launch.plan import Order, make_plan
-from stratagem.cluster.launch.program import Program
-from stratagem.cluster.tf_config import TFConfigResolver
+from stratagem.cluster.launch.user_program import Program
+from stratagem.cluster.resolvers.tf_config import TFConfigResolver
 from stratagem.devices.inventory import Inventory
 from stratagem.errors import LaunchError
 
@@ -505,9 +505,11 @@ def test_task_hears_when_nobody_reads_the_screen(launch: Launch) -> None:
 
 
 def test_first_signal_before_the_start_is_heard(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stratagem.cluster.launch import local
+    from stratagem.cluster.launch import local_launcher
 
-    create = local.token.create
-    monkeypatch.setattr(local.token, "create", lambda path: (create(path), os.kill(os.getpid(), signal.SIGINT)))
+    create = local_launcher.token.create
+    monkeypatch.setattr(
+        local_launcher.token, "create", lambda path: (create(path), os.kill(os.getpid(), signal.SIGINT))
+    )
     outcome = launch("note('started')\nsignal.pause()", num_workers=1)
     assert outcome.stopped_by == signal.SIGINT

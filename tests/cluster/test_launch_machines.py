@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from stratagem.cluster import token
+from stratagem.cluster.launch.ctrl_c import Interrupts
 from stratagem.cluster.launch.environment import Offer
 from stratagem.cluster.launch.failures import Failure
-from stratagem.cluster.launch.interrupts import Interrupts
-from stratagem.cluster.launch.machines import Link, linked
-from stratagem.cluster.launch.meeting import Meeting
+from stratagem.cluster.launch.machines_meeting import Link, linked
 from stratagem.cluster.launch.plan import Machine, Order
-from stratagem.cluster.launch.program import Program
+from stratagem.cluster.launch.rendezvous import Meeting
+from stratagem.cluster.launch.user_program import Program
 from stratagem.errors import LaunchError
 
 pytestmark = pytest.mark.slow

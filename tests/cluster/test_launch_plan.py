@@ -8,7 +8,7 @@ from torch.distributed import TCPStore
 from stratagem.cluster.launch.environment import Offer, tasks_here
 from stratagem.cluster.launch.plan import Machine, Order, Plan, make_plan
 from stratagem.cluster.launch.ports import Ports
-from stratagem.cluster.launch.program import Program
+from stratagem.cluster.launch.user_program import Program
 from stratagem.devices.host import Host
 from stratagem.devices.inventory import Inventory
 from stratagem.errors import LaunchError

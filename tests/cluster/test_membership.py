@@ -19,11 +19,11 @@ import pytest
 import stratagem as sg
 from stratagem.cluster import Membership, channel
 from stratagem.cluster import token as tokens
-from stratagem.cluster.agreement import Introduction
-from stratagem.cluster.keeper import Keeper
-from stratagem.cluster.members import Pulse
-from stratagem.cluster.messages import Kind
-from stratagem.cluster.values import Request
+from stratagem.cluster.membership.compatibility import Introduction
+from stratagem.cluster.membership.keeper import Keeper
+from stratagem.cluster.membership.member_messages import Kind
+from stratagem.cluster.membership.members import Pulse
+from stratagem.cluster.membership.shared_values import Request
 from stratagem.errors import ClusterError, ClusterJoinError, ClusterSpecError, ClusterTimeoutError, HandshakeError
 from tests.cluster.tasks import PATIENCE_S, TaskProcess, begin, free_ports, listening_at, send_begin, started, workers
 from tests.cluster.test_channel import holder
@@ -225,7 +225,8 @@ def test_different_versions_are_told_on_both_sides(name: str, three: list[TaskPr
     send_begin(three[0], cluster, 0)
     # The other process believes that it runs another version.
     three[1].ask(
-        f"__import__('stratagem.cluster.agreement').cluster.agreement._versions().update({{{name!r}: '0.3.1'}})"
+        f"__import__('stratagem.cluster.membership.compatibility')"
+        f".cluster.membership.compatibility._versions().update({{{name!r}: '0.3.1'}})"
     )
     send_begin(three[1], cluster, 1)
     own = three[0].error()

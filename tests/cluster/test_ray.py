@@ -21,8 +21,8 @@ from torch import nn
 
 import stratagem as sg
 from stratagem import _env
-from stratagem.cluster import ray_session
 from stratagem.cluster import token as tokens
+from stratagem.cluster.ray import ray_session
 from stratagem.errors import (
     ClusterError,
     ClusterResourcesError,
@@ -448,8 +448,8 @@ def test_a_cluster_that_asks_for_no_token_is_warned_of() -> None:
 
 def test_run_with_ray_refuses_what_cannot_be(tmp_path: Path) -> None:
     from stratagem.cluster.launch.plan import Machine, Order
-    from stratagem.cluster.launch.program import Program
-    from stratagem.cluster.launch.ray import RayOrder, make_ray_plan
+    from stratagem.cluster.launch.user_program import Program
+    from stratagem.cluster.ray.ray_launcher import RayOrder, make_ray_plan
 
     (tmp_path / "train.py").touch()
     program = Program(str(tmp_path / "train.py"))

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stratagem as sg
-from stratagem.cluster import kubernetes, resolver
-from stratagem.cluster.host_lists import expand_counts, expand_hosts
+from stratagem.cluster.resolvers import detection, kubernetes
+from stratagem.cluster.resolvers.host_lists import expand_counts, expand_hosts
 from stratagem.errors import ClusterSpecError, EnvironmentVariableError
 
 TWO_WORKERS = {"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}
@@ -73,7 +73,7 @@ def test_tf_config_without_cluster_means_that_the_program_runs_alone(environment
     found = sg.cluster.TFConfigResolver()
     assert not found.cluster_spec()
     assert found.master() == ""
-    assert resolver.found().resolver is None
+    assert detection.found().resolver is None
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_tf_config_without_cluster_means_that_the_program_runs_alone(environment
 )
 def test_bad_tf_config_is_explained(environment: Any, text: str, message: str) -> None:
     environment(TF_CONFIG=text)
-    for call in (sg.cluster.TFConfigResolver, resolver.found):
+    for call in (sg.cluster.TFConfigResolver, detection.found):
         with pytest.raises(ClusterSpecError) as caught:
             call()
         assert message in str(caught.value)
@@ -309,7 +309,7 @@ def test_pod_of_a_stateful_set_is_understood(environment: Any, monkeypatch: pyte
     name = "trainer-3.training.ml.svc.cluster.local"
     monkeypatch.setattr(kubernetes.socket, "gethostname", lambda: "trainer-3")
     monkeypatch.setattr(kubernetes.socket, "getfqdn", lambda _: name)
-    found = resolver.found().resolver
+    found = detection.found().resolver
     assert isinstance(found, sg.cluster.KubernetesResolver)
     assert (found.task_type, found.task_id) == ("worker", 3)
     assert found.cluster_spec().task_address("worker", 0) == "trainer-0.training.ml.svc.cluster.local:2222"
@@ -385,7 +385,7 @@ def test_accelerators_are_those_of_this_process_where_nobody_says() -> None:
 
 
 def test_nothing_is_found_where_nobody_has_set_anything() -> None:
-    found = resolver.found()
+    found = detection.found()
     assert found.resolver is None
     assert found.explain().splitlines() == [
         "TF_CONFIG: not set",
@@ -398,18 +398,18 @@ def test_nothing_is_found_where_nobody_has_set_anything() -> None:
 
 def test_first_starter_that_is_there_counts(environment: Any) -> None:
     environment(**SLURM)
-    assert isinstance(resolver.found().resolver, sg.cluster.SlurmResolver)
+    assert isinstance(detection.found().resolver, sg.cluster.SlurmResolver)
     environment(**TORCHRUN)
-    assert isinstance(resolver.found().resolver, sg.cluster.TorchrunResolver)
+    assert isinstance(detection.found().resolver, sg.cluster.TorchrunResolver)
     environment(TF_CONFIG={"cluster": TWO_WORKERS, "task": {"type": "worker", "index": 0}})
-    found = resolver.found()
+    found = detection.found()
     assert isinstance(found.resolver, sg.cluster.TFConfigResolver)
     assert found.looked_at == ("TF_CONFIG: found",)
 
 
 def test_batch_script_and_single_pod_run_alone(environment: Any) -> None:
     environment(**{name: value for name, value in SLURM.items() if "STEP" not in name}, KUBERNETES_SERVICE_HOST="a")
-    found = resolver.found()
+    found = detection.found()
     assert found.resolver is None
     assert "Slurm's variables: inside a job, but not started by srun" in found.explain()
     assert "Kubernetes' variables: in a pod, but STRATAGEM_NUM_TASKS is not set" in found.explain()

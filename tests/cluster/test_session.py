@@ -22,7 +22,7 @@ from stratagem import _env
 from stratagem.cluster import token as tokens
 from stratagem.cluster.channel import connect
 from stratagem.cluster.io_thread import IoThread
-from stratagem.cluster.messages import Kind
+from stratagem.cluster.membership.member_messages import Kind
 from stratagem.errors import (
     ClusterSpecError,
     DeviceNotFoundError,
@@ -31,10 +31,10 @@ from stratagem.errors import (
     SessionError,
     TaskLostError,
 )
-from stratagem.placement import remote
-from stratagem.placement.remote_operations import NAMES
-from stratagem.placement.session_places import Place
-from stratagem.placement.session_plan import make_plan
+from stratagem.graphs.sessions import sent_parts
+from stratagem.graphs.sessions.allowed_operations import NAMES
+from stratagem.graphs.sessions.node_devices import Place
+from stratagem.graphs.sessions.partition import make_plan
 from tests.cluster.tasks import TaskProcess, started, workers
 
 HERE = Place("worker", 0, "CPU", 0)
@@ -358,14 +358,14 @@ def described() -> tuple[dict[str, Any], list[torch.Tensor]]:
         x = sg.placeholder(torch.float32, [2])
         y = torch.clamp(x * sg.constant([1.0, 2.0]), max=float("inf")).sum(0, dtype=torch.float64)
     (part,) = make_plan([graph.recorder.lookup(y)], {graph.recorder.lookup(x)}, lambda node: HERE).parts  # type: ignore[list-item, arg-type]
-    sent = remote.encode_part(part, {})
+    sent = sent_parts.encode_part(part, {})
     about: dict[str, Any] = json.loads(json.dumps(sent.about))
     return about, sent.constants
 
 
 def test_part_is_the_same_after_its_journey() -> None:
     about, constants = described()
-    part, sent = remote.decode_part(about, constants, HERE, {})
+    part, sent = sent_parts.decode_part(about, constants, HERE, {})
     assert [str(node.function) for node in part.nodes] == [
         "None",
         "aten.mul.Tensor",
@@ -416,7 +416,7 @@ def test_part_that_breaks_a_rule_is_refused(change: Any) -> None:
     about, constants = described()
     change(about)
     with pytest.raises(ProtocolError):
-        remote.decode_part(about, constants, HERE, {})
+        sent_parts.decode_part(about, constants, HERE, {})
 
 
 @pytest.mark.parametrize("numbers", [[], [1, 2], [None], [-1], [2**40], [2**70], [1.5], ["1"]])
@@ -424,7 +424,7 @@ def test_numbers_that_are_no_sizes_are_refused_before_memory_is_taken(numbers: l
     about, constants = described()
     about["num_sizes"] = 1
     about["inputs"][0]["shape"] = [{"size": 0}]
-    _, sent = remote.decode_part(about, constants, HERE, {})
+    _, sent = sent_parts.decode_part(about, constants, HERE, {})
     assert sent.empty_inputs([3])[0].shape == (3,)
     with pytest.raises(ProtocolError):
         sent.empty_inputs(numbers)
@@ -462,14 +462,14 @@ def test_part_with_anything_in_any_place_is_read_or_refused(data: st.DataObject)
         inner = inner[key]
     inner[path[-1]] = data.draw(JSON)
     with contextlib.suppress(ProtocolError):
-        remote.decode_part(about, constants, HERE, {})
+        sent_parts.decode_part(about, constants, HERE, {})
 
 
 def test_no_operation_that_may_travel_touches_anything_but_tensors() -> None:
     for name in NAMES:
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
-            if remote.remote_operations.operation(name, overload) is None:
+            if sent_parts.remote_operations.operation(name, overload) is None:
                 continue
             for argument in getattr(packet, overload)._schema.arguments:
                 assert not {"Storage", "Stream", "PyObject"} & {str(argument.type)}

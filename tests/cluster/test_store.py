@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 
 from stratagem.cluster import Membership
-from stratagem.cluster.store import ClusterStore
+from stratagem.cluster.membership.value_store import ClusterStore
 from stratagem.errors import ClusterTimeoutError, TaskLostError
 from tests.cluster.tasks import TaskProcess, listening_at, send_begin, workers
 from tests.collectives.harness import Replicas, started

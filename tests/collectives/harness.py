@@ -10,9 +10,9 @@ import torch
 
 from stratagem.collectives.signals import Signals
 from stratagem.errors import CollectiveError
-from stratagem.replicas.group import ReplicaGroup, raise_first
-from stratagem.replicas.memory import Region
-from stratagem.replicas.registry import Registry
+from stratagem.processes.group import ReplicaGroup, raise_first
+from stratagem.processes.region import Region
+from stratagem.processes.registry import Registry
 
 PATIENCE_S = 20.0
 

@@ -9,7 +9,7 @@ import torch
 
 from stratagem.collectives.exchange import Exchange, chunk_of
 from stratagem.collectives.signals import Signals
-from stratagem.replicas.memory import Region
+from stratagem.processes.region import Region
 from tests.collectives.harness import Replicas, meeting_point, same_bits, seeded, shared, started
 
 SIZE = 3

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stratagem.collectives.signals import PeerAborted, Signals
-from stratagem.replicas.memory import Region
+from stratagem.processes.region import Region
 from tests.collectives.harness import Replicas, meeting_point, shared, started
 
 SIZE = 4

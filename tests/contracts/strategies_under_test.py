@@ -17,7 +17,7 @@ import pytest
 
 import stratagem as sg
 from stratagem.cluster import token
-from stratagem.cluster.simple import SimpleResolver
+from stratagem.cluster.resolvers.simple import SimpleResolver
 
 _WORKER = "STRATAGEM_TEST_WORKER"
 _PATIENCE_S = 120.0

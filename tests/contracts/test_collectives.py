@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 
 from stratagem.collectives.calling import connect_all
-from stratagem.collectives.contract import Collective
+from stratagem.collectives.collective import Collective
 from stratagem.collectives.mesh import Mesh
 from stratagem.collectives.one_replica import OneReplica
 from stratagem.collectives.shared_memory import SharedMemory
@@ -22,7 +22,7 @@ from stratagem.collectives.to_one import ToOne
 from stratagem.collectives.torch_distributed import TorchDistributed
 from stratagem.collectives.two_level import TwoLevel
 from stratagem.errors import CollectiveError
-from stratagem.replicas.memory import Region
+from stratagem.processes.region import Region
 from tests.collectives.harness import PATIENCE_S, Replicas, give_up, meeting_point, same_bits, seeded, shared, started
 
 Results = dict[str, Any]

@@ -26,8 +26,8 @@ from stratagem.errors import (
     StratagemWarning,
     StrategyError,
 )
-from stratagem.replicas.group import ReplicaGroup
-from stratagem.replicas.registry import Registry
+from stratagem.processes.group import ReplicaGroup
+from stratagem.processes.registry import Registry
 from tests.fakes import fake_host
 from tests.faults.watching import is_gone, pids, train, weights
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import stratagem as sg
+from stratagem.engine.queued.step import Step
 from stratagem.errors import ReplicaDiedError
-from stratagem.parameters.locks import Locks
-from stratagem.strategies.parameter_server_steps import Step
+from stratagem.parameters.local.locks import Locks
 
 PATIENCE_S = 30.0
 NUM_STEPS = 12

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 import stratagem as sg
+from stratagem.engine import child_calls
 from stratagem.errors import ReplicaDiedError, ReplicaStalledError, StrategyError
-from stratagem.replicas.group import ReplicaGroup
-from stratagem.replicas.launcher import ForkServer
-from stratagem.replicas.registry import Registry
-from stratagem.strategies import in_child
+from stratagem.processes.group import ReplicaGroup
+from stratagem.processes.launcher import ForkServer
+from stratagem.processes.registry import Registry
 from tests.faults.watching import is_gone, pids
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
@@ -262,7 +262,7 @@ def test_results_of_one_replica_can_be_fetched_after_another_has_failed() -> Non
 
 def test_replicas_keep_no_results_of_runs_that_failed(strategy: sg.MirroredStrategy) -> None:
     def held() -> int:
-        return len(in_child._results.values)
+        return len(child_calls._results.values)
 
     def fail() -> torch.Tensor:
         if replica() == 0:

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 import stratagem as sg
+from stratagem.collectives import reconnecting
 from stratagem.collectives.torch_distributed import TorchDistributed
 from stratagem.errors import CollectiveError, ReplicaDiedError, ReplicaStalledError, StratagemWarning, StrategyError
-from stratagem.strategies import buckets, link
+from stratagem.variables import buckets
 from tests.faults.watching import is_gone, pids, train, weights
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
@@ -208,7 +209,7 @@ def test_empty_replica_with_a_nan_loss_counts_for_nothing(strategy: sg.MirroredS
 
 def test_child_that_cannot_connect_says_why(strategy: sg.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
     # How long torch goes on waiting in its thread, when nobody waits for it any more.
-    monkeypatch.setattr(link, "_START_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(reconnecting, "_START_TIMEOUT_S", 2.0)
     _, step = build(strategy)
     train(strategy, step, 1)
 

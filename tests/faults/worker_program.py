@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.cluster.simple import SimpleResolver
+from stratagem.cluster.resolvers.simple import SimpleResolver
 from stratagem.collectives import sockets
 from tests.cluster import task_program
 

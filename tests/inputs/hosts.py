@@ -5,8 +5,8 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from stratagem.replicas import values
-from stratagem.replicas.values import Deferred, PerReplica
+from stratagem.objects import per_replica
+from stratagem.objects.per_replica import Deferred, PerReplica
 
 
 class FakeHost:
@@ -46,7 +46,7 @@ class FakeHost:
 
 def seen_by(replica: int, batch: Any) -> Any:
     """What one replica gets of a distributed batch."""
-    return values.load_deferred(values.select(batch, replica))
+    return per_replica.load_deferred(per_replica.select(batch, replica))
 
 
 def seen_by_all(batch: Any, num_replicas: int) -> list[Any]:

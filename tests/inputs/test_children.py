@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from stratagem.inputs import distribute, portions
-from stratagem.replicas import values
-from stratagem.replicas.group import ReplicaGroup, raise_first
-from stratagem.replicas.registry import Registry
+from stratagem.objects import per_replica
+from stratagem.processes.group import ReplicaGroup, raise_first
+from stratagem.processes.registry import Registry
 
 
 class GroupHost:
@@ -35,15 +35,15 @@ class GroupHost:
     def run(self, function, batch):
         """What each replica's function makes of its part."""
         ranks = range(1, self.num_replicas)
-        self.group.call(_run, [(function, values.select(batch, rank)) for rank in ranks])
-        own = function(values.select(batch, 0))
+        self.group.call(_run, [(function, per_replica.select(batch, rank)) for rank in ranks])
+        own = function(per_replica.select(batch, 0))
         answers = self.group.collect()
         raise_first(None, self.group.failures())
         return [own, *answers]
 
 
 def _run(function, batch):
-    return function(values.load_deferred(batch))
+    return function(per_replica.load_deferred(batch))
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from stratagem.parameters.board import Board
 from stratagem.parameters.consistency import Gate
-from stratagem.parameters.journal import Journal, Target
-from stratagem.parameters.locks import Locks
-from stratagem.replicas.memory import PAGE_BYTES, Region
+from stratagem.parameters.local.board import Board
+from stratagem.parameters.local.journal import Journal, Target
+from stratagem.parameters.local.locks import Locks
+from stratagem.processes.region import PAGE_BYTES, Region
 
 PATIENCE_S = 20.0
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from stratagem.errors import ParameterError
-from stratagem.parameters.contract import Variable
 from stratagem.parameters.partitioning import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
@@ -12,6 +11,7 @@ from stratagem.parameters.partitioning import (
     Partitioner,
     make_plan,
 )
+from stratagem.parameters.protocol import Variable
 
 
 def variable(name: str, *shape: int) -> Variable:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from stratagem.errors import StrategyError
-from stratagem.parameters.rounds import PER_RUN, GradientSlots, Round
-from stratagem.parameters.variables import SharedMemoryOfShards
+from stratagem.parameters.local.gradient_slots import PER_RUN, GradientSlots, Round
+from stratagem.parameters.local.shared_variables import SharedMemoryOfShards
 
 
 def make_slots(num_workers: int) -> GradientSlots:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from stratagem.errors import ParameterError
-from stratagem.parameters.contract import OptimizerSpec, Push, Rows, ShardPlan, Variable, Verdict, describe_optimizer
 from stratagem.parameters.partitioning import FixedShardsPartitioner, make_plan
+from stratagem.parameters.protocol import OptimizerSpec, Push, Rows, ShardPlan, Variable, Verdict, describe_optimizer
 from stratagem.parameters.shard import Shard
 
 WEIGHT, TABLE = Variable("weight", (4, 3), torch.float32), Variable("table", (10, 2), torch.float32, sparse=True)

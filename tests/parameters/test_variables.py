@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from stratagem.parameters.variables import LocalVariables, SharedMemoryOfShards
+from stratagem.parameters.local.shared_variables import LocalVariables, SharedMemoryOfShards
 
 
 class Program:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from stratagem.parameters.variables import Held, LocalVariables, SharedMemoryOfShards
+from stratagem.parameters.local.shared_variables import Held, LocalVariables, SharedMemoryOfShards
 
 NAME = 7
 

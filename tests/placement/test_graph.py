@@ -7,7 +7,7 @@ import torch
 
 import stratagem as sg
 from stratagem.errors import GraphError, GraphTypeError
-from stratagem.placement.graph_nodes import Kind
+from stratagem.graphs.nodes import Kind
 from tests.placement.conftest import two_products
 
 

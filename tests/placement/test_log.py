@@ -10,8 +10,8 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import DeviceTypeError
-from stratagem.placement.layout import MOST_BOXES, arrange, heaviest
 from stratagem.placement.log import PlacementLog
+from stratagem.placement.log_layout import MOST_BOXES, arrange, heaviest
 
 pytestmark = pytest.mark.usefixtures("gpus")
 

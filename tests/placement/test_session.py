@@ -23,7 +23,7 @@ from stratagem.errors import (
     PlacementWarning,
     SessionError,
 )
-from stratagem.placement.session_places import Placer
+from stratagem.graphs.sessions.node_devices import Placer
 from tests.placement.conftest import two_products
 from tests.steps import plain_step
 

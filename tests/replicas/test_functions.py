@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from stratagem.replicas.functions import FunctionCache, find_unsendable
-from stratagem.replicas.wire import pack
+from stratagem.objects.functions import FunctionCache
+from stratagem.processes.packing import find_unsendable, pack
 
 
 def is_sent_again(function: Callable[..., Any], change: Callable[[], object]) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stratagem.errors import SharedMemoryError
-from stratagem.replicas.memory import PAGE_BYTES, Region
+from stratagem.processes.region import PAGE_BYTES, Region
 
 
 def make(num_pages: int = 4) -> tuple[Region, torch.Tensor, torch.Tensor]:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from stratagem.errors import StrategyError
-from stratagem.replicas import control, launcher, values, wire
-from stratagem.replicas.registry import Registry
-from stratagem.replicas.tracking import Tracker
-from stratagem.replicas.values import PerReplica
+from stratagem.objects import per_replica, state_diff
+from stratagem.objects.per_replica import PerReplica
+from stratagem.objects.tracking import Tracker
+from stratagem.processes import launcher
+from stratagem.processes.registry import Registry
 
 # Registry
 
@@ -119,10 +120,10 @@ def test_tracker_gives_each_object_once() -> None:
 
 def passed_on(change: Any, objects: list[Any], others: list[Any]) -> None:
     named = dict(enumerate(objects))
-    before = control.snapshot(named)
+    before = state_diff.snapshot(named)
     change(*objects)
-    changes = control.difference(before, control.snapshot(named))
-    control.apply(changes, dict(enumerate(others)).__getitem__)
+    changes = state_diff.difference(before, state_diff.snapshot(named))
+    state_diff.apply(changes, dict(enumerate(others)).__getitem__)
 
 
 def test_flags_lists_and_options_are_passed_on() -> None:
@@ -189,11 +190,11 @@ def test_hooks_are_passed_on_only_when_they_change() -> None:
     ours, other = nn.Linear(1, 1), nn.Linear(1, 1)
     ours.register_forward_hook(lambda *_: torch.zeros(1))
     named = {0: ours}
-    before = control.snapshot(named)
+    before = state_diff.snapshot(named)
     ours.eval()
-    assert control.difference(before, control.snapshot(named))[0].hooks is None
-    assert control.difference(control.hooks_only(before), control.snapshot(named))[0].hooks is None
-    control.apply(control.difference({}, control.snapshot(named)), {0: other}.__getitem__)
+    assert state_diff.difference(before, state_diff.snapshot(named))[0].hooks is None
+    assert state_diff.difference(state_diff.hooks_only(before), state_diff.snapshot(named))[0].hooks is None
+    state_diff.apply(state_diff.difference({}, state_diff.snapshot(named)), {0: other}.__getitem__)
     assert other(torch.ones(1)) == 0
     other.register_forward_hook(lambda *_: torch.ones(1))
     assert len(other._forward_hooks) == 2
@@ -203,7 +204,7 @@ def test_nothing_changed_is_nothing_passed_on() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.Adam(model.parameters())
     named = dict(enumerate([model, *model, optimizer, *model.parameters()]))
-    assert control.difference(control.snapshot(named), control.snapshot(named)) == {}
+    assert state_diff.difference(state_diff.snapshot(named), state_diff.snapshot(named)) == {}
 
 
 # Values of all replicas
@@ -216,8 +217,8 @@ class Kept:
 
 
 def arrived(packed: Any) -> Any:
-    sent = wire.pack(packed)
-    return wire.unpack(sent.data, [bytearray(each) for each in sent.buffers], lambda _: None)
+    sent = packing.pack(packed)
+    return packing.unpack(sent.data, [bytearray(each) for each in sent.buffers], lambda _: None)
 
 
 def test_large_results_are_fetched_only_when_asked_for() -> None:
@@ -228,10 +229,10 @@ def test_large_results_are_fetched_only_when_asked_for() -> None:
         return kept.values[number]
 
     answers = [
-        arrived(values.pack_result({"large": torch.full((50_000,), 2.0), "small": torch.ones(3)}, kept))
+        arrived(per_replica.pack_result({"large": torch.full((50_000,), 2.0), "small": torch.ones(3)}, kept))
         for _ in range(2)
     ]
-    joined = values.join_results([{"large": torch.ones(50_000), "small": torch.ones(3)}, *answers], None, fetch)
+    joined = per_replica.join_results([{"large": torch.ones(50_000), "small": torch.ones(3)}, *answers], None, fetch)
     assert repr(joined["large"]).count("...") >= 2
     assert joined["small"].values[2].tolist() == [1, 1, 1]
     assert not fetched
@@ -248,8 +249,8 @@ Pair = collections.namedtuple("Pair", "a b")
 
 def test_results_of_any_nesting_are_joined() -> None:
     result = {"pair": Pair(1, [torch.ones(1), None]), "text": "x", "shape": torch.ones(2, 3).shape}
-    packed = arrived(values.pack_result(result, Kept()))
-    joined = values.join_results([result, packed], (1, 2), lambda *_: None)
+    packed = arrived(per_replica.pack_result(result, Kept()))
+    joined = per_replica.join_results([result, packed], (1, 2), lambda *_: None)
     assert isinstance(joined["pair"], Pair)
     assert joined["pair"].b[1].values == (None, None)
     assert joined["text"].values == ("x", "x")
@@ -260,13 +261,13 @@ def test_results_of_any_nesting_are_joined() -> None:
 def test_results_do_not_change_later() -> None:
     weight, large = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(50_000))
     kept = Kept()
-    packed = arrived(values.pack_result((weight, large), kept))
-    joined = values.join_results([(weight, large), packed], None, lambda _, number: kept.values[number])
+    packed = arrived(per_replica.pack_result((weight, large), kept))
+    joined = per_replica.join_results([(weight, large), packed], None, lambda _, number: kept.values[number])
     with torch.no_grad():
         weight.fill_(1)
         large.fill_(1)
-    for per_replica in joined:
-        for each in per_replica.values:
+    for values in joined:
+        for each in values.values:
             assert each.sum() == 0
             assert not each.requires_grad
 
@@ -275,7 +276,7 @@ def test_fresh_large_results_are_not_copied_and_shared_ones_are() -> None:
     fresh, held = torch.zeros(50_000), nn.Linear(300, 300, bias=False)
     outcome = held(torch.ones(300, 300))
     shared = [held.weight, held.weight.t(), held.weight.data, held.weight.detach()]
-    joined = values.join_results([[fresh, outcome, *shared]], None, lambda *_: None)
+    joined = per_replica.join_results([[fresh, outcome, *shared]], None, lambda *_: None)
     address = [each[0].data_ptr() for each in joined]
     assert address[:2] == [fresh.data_ptr(), outcome.data_ptr()]
     assert held.weight.data_ptr() not in address
@@ -319,47 +320,47 @@ def test_values_of_all_replicas_can_be_copied_printed_and_asked_about() -> None:
 
 def test_different_structures_are_named() -> None:
     with pytest.raises(StrategyError, match=r"replica 0 returned \{'loss', 'acc'\}, replica 1 returned \{'loss'\}"):
-        values.join_results([{"loss": 1, "acc": 2}, {"loss": 1}], None, lambda *_: None)
+        per_replica.join_results([{"loss": 1, "acc": 2}, {"loss": 1}], None, lambda *_: None)
 
 
 def test_reductions() -> None:
     value = PerReplica([torch.tensor([1.0, 4.0]), torch.tensor([3.0, 0.0])], (3, 1))
-    assert values.reduce("sum", value, weighted=True).tolist() == [4, 4]
-    assert values.reduce("mean", value, weighted=True).tolist() == [1.5, 3]
-    assert values.reduce("mean", value, weighted=False).tolist() == [2, 2]
-    assert values.reduce("max", value, weighted=True).tolist() == [3, 4]
-    assert values.reduce("min", value, weighted=True).tolist() == [1, 0]
+    assert per_replica.reduce("sum", value, weighted=True).tolist() == [4, 4]
+    assert per_replica.reduce("mean", value, weighted=True).tolist() == [1.5, 3]
+    assert per_replica.reduce("mean", value, weighted=False).tolist() == [2, 2]
+    assert per_replica.reduce("max", value, weighted=True).tolist() == [3, 4]
+    assert per_replica.reduce("min", value, weighted=True).tolist() == [1, 0]
 
 
 def test_replicas_without_examples_count_for_nothing() -> None:
     value = PerReplica([torch.tensor(2.0), torch.tensor(float("nan"))], (4, 0))
     for op in ("sum", "mean", "max", "min"):
-        assert values.reduce(op, value, weighted=True) == 2
-    assert values.reduce("mean", value, weighted=False) == 2
+        assert per_replica.reduce(op, value, weighted=True) == 2
+    assert per_replica.reduce("mean", value, weighted=False) == 2
 
 
 @pytest.mark.parametrize("each", [True, 2, 2.5, 1j, torch.tensor(3, dtype=torch.int32), torch.tensor(0.5).bfloat16()])
 def test_mean_of_every_kind_of_number(each: Any) -> None:
-    mean = values.reduce("mean", PerReplica([each, each]), weighted=True)
+    mean = per_replica.reduce("mean", PerReplica([each, each]), weighted=True)
     assert mean == torch.as_tensor(each)
 
 
 def test_what_cannot_be_reduced_is_named() -> None:
     with pytest.raises(StrategyError, match="no reduction named 'avg'; known: sum, mean, max, min"):
-        values.reduce("avg", PerReplica([1.0]), weighted=True)
+        per_replica.reduce("avg", PerReplica([1.0]), weighted=True)
     with pytest.raises(StrategyError, match="str 'ok'; return tensors or numbers"):
-        values.reduce("mean", PerReplica(["ok", "ok"]), weighted=True)
+        per_replica.reduce("mean", PerReplica(["ok", "ok"]), weighted=True)
     with pytest.raises(StrategyError, match=r"replicas returned \(1,\), \(2,\); use gather"):
-        values.reduce("sum", PerReplica([torch.ones(1), torch.ones(2)]), weighted=True)
+        per_replica.reduce("sum", PerReplica([torch.ones(1), torch.ones(2)]), weighted=True)
     with pytest.raises(StrategyError, match="cannot gather NoneType None"):
-        values.gather(PerReplica([None]), 0)
+        per_replica.gather(PerReplica([None]), 0)
 
 
 def test_gather_along_axes_and_of_numbers() -> None:
     value = PerReplica([torch.ones(2, 1), torch.zeros(2, 3)])
-    assert values.gather(value, 1).shape == (2, 4)
-    assert values.gather(value, -1).shape == (2, 4)
-    assert values.gather(PerReplica([1.0, torch.tensor(2.0)]), 0).tolist() == [1, 2]
+    assert per_replica.gather(value, 1).shape == (2, 4)
+    assert per_replica.gather(value, -1).shape == (2, 4)
+    assert per_replica.gather(PerReplica([1.0, torch.tensor(2.0)]), 0).tolist() == [1, 2]
 
 
 # How a process ended

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from stratagem.replicas.memory import Region
-from stratagem.replicas.wire import Wire, pack, survives, travels_by_value
+from stratagem.processes.packing import pack, survives, travels_by_value
+from stratagem.processes.pipe import Wire
+from stratagem.processes.region import Region
 
 
 @pytest.fixture

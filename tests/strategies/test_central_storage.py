@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.strategies import central_storage, context
-from stratagem.strategies.central_updates import CentralUpdate
+from stratagem.engine import context
+from stratagem.strategies import central_storage
+from stratagem.variables.central_updates import CentralUpdate
 from tests.contracts.test_strategies import assert_equal_to_one_device, make_net, plain_step
 
 NUM_ELEMENTS = 8 * 2**20  # 32 MB

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.cluster import membership, token
-from stratagem.cluster.simple import SimpleResolver
+from stratagem.cluster import token
+from stratagem.cluster.membership import membership
+from stratagem.cluster.resolvers.simple import SimpleResolver
+from stratagem.engine import machines as workers_module
 from stratagem.errors import ClusterJoinError, StratagemWarning, StrategyError
-from stratagem.strategies import agreement
-from stratagem.strategies import workers as workers_module
+from stratagem.variables import agreement
 from tests.cluster.tasks import TaskProcess, free_ports, workers
 from tests.faults import worker_program
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import stratagem as sg
 from stratagem.collectives.torch_distributed import TorchDistributed
 from stratagem.errors import CollectiveError, StrategyError
-from stratagem.strategies import buckets
+from stratagem.variables import buckets
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
 

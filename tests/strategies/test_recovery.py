@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import stratagem as sg
+from stratagem.engine import child_calls
 from stratagem.errors import ReplicaError, StrategyError
-from stratagem.replicas.launcher import ForkServer
-from stratagem.strategies import in_child
+from stratagem.processes.launcher import ForkServer
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_large_results_that_nobody_asks_for_are_dropped(strategy: sg.MirroredStr
         return torch.ones(2**20)
 
     def held() -> int:
-        return len(in_child._results.values)
+        return len(child_calls._results.values)
 
     kept = strategy.run(make)
     for _ in range(5):

@@ -15,11 +15,11 @@ import typer
 from typer.core import TyperCommand
 
 from stratagem import _env
-from stratagem.cluster.launch.program import Program
+from stratagem.cluster.launch.user_program import Program
 from stratagem.errors import LaunchError
 
 if TYPE_CHECKING:
-    from stratagem.cluster.launch.local import Outcome
+    from stratagem.cluster.launch.local_launcher import Outcome
     from stratagem.cluster.launch.output import Screen
     from stratagem.cluster.launch.plan import Plan
 
@@ -129,7 +129,7 @@ def run(
         _execute(named, devices)
     # Imported here, for torch takes over a second and a program that is merely executed must not wait for it.
     from stratagem.cluster.launch.agent import Patience
-    from stratagem.cluster.launch.local import LocalLauncher
+    from stratagem.cluster.launch.local_launcher import LocalLauncher
     from stratagem.cluster.launch.plan import Machine, Order, make_plan
     from stratagem.devices.inventory import this_process
 
@@ -145,7 +145,7 @@ def run(
     )
     screen = _screen("all" if verbose else show)
     if ray is not None:
-        from stratagem.cluster.launch.ray import RayLauncher, RayOrder, make_ray_plan
+        from stratagem.cluster.ray.ray_launcher import RayLauncher, RayOrder, make_ray_plan
 
         asked = RayOrder(ray or None, cpus_per_worker, gpus_per_worker, join_timeout)
     plan = make_plan(order, this_process()) if ray is None else make_ray_plan(order)
@@ -165,7 +165,7 @@ def run(
 
 def _explain_surroundings() -> None:
     """Says in which cluster this process is, and why."""
-    from stratagem.cluster.resolver import found
+    from stratagem.cluster.resolvers.detection import found
 
     typer.echo(found().explain())
 
@@ -223,7 +223,7 @@ def _report(outcome: "Outcome") -> None:
 def _tell(plan: "Plan", screen: "Screen", *, why: bool, as_json: bool) -> None:
     """Says what would be started where, and why so."""
     from stratagem.cli.tables import ranges, show, table
-    from stratagem.cluster.resolver import found
+    from stratagem.cluster.resolvers.detection import found
     from stratagem.devices.inventory import this_process
 
     command = plan.order.program.command

@@ -12,17 +12,17 @@
   `store` load torch, and are not loaded here
 """
 
-from stratagem.cluster.contract import Resolver
-from stratagem.cluster.kubernetes import KubernetesResolver
-from stratagem.cluster.members import Member, TaskLost
-from stratagem.cluster.membership import Membership
-from stratagem.cluster.resolver import Found, found
+from stratagem.cluster.membership.members import Member, TaskLost
+from stratagem.cluster.membership.membership import Membership
+from stratagem.cluster.resolvers.detection import Found, found
+from stratagem.cluster.resolvers.kubernetes import KubernetesResolver
+from stratagem.cluster.resolvers.resolver import Resolver
+from stratagem.cluster.resolvers.simple import SimpleResolver, UnionResolver
+from stratagem.cluster.resolvers.slurm import SlurmResolver
+from stratagem.cluster.resolvers.tf_config import TFConfigResolver
+from stratagem.cluster.resolvers.torchrun import TorchrunResolver
 from stratagem.cluster.server import Server
-from stratagem.cluster.simple import SimpleResolver, UnionResolver
-from stratagem.cluster.slurm import SlurmResolver
 from stratagem.cluster.spec import ClusterSpec, Task
-from stratagem.cluster.tf_config import TFConfigResolver
-from stratagem.cluster.torchrun import TorchrunResolver
 
 __all__ = [
     "ClusterSpec",

@@ -14,8 +14,8 @@ import socket
 import struct
 from typing import Final, final
 
-from stratagem.cluster import messages
-from stratagem.cluster.messages import Body, Kind
+from stratagem.cluster.membership import member_messages
+from stratagem.cluster.membership.member_messages import Body, Kind
 from stratagem.cluster.token import Token
 from stratagem.errors import HandshakeError, ProtocolError
 
@@ -27,7 +27,7 @@ _HELLO: Final = struct.Struct(">4sB32s")
 _HEADER: Final = struct.Struct(">4sBBHI")  # magic, version, kind, nothing, length of the body
 _CODE_BYTES: Final = 32
 _BYTES: Final = 255  # in the place of a kind: bytes that a message has announced
-_MOST_UNSENT_BYTES: Final = 4 * messages.MOST_BYTES
+_MOST_UNSENT_BYTES: Final = 4 * member_messages.MOST_BYTES
 # Linux: while little is under way, lost packets are sent again every 0.2 s at first, not ever later,
 # so that a connection is back within half a second of the network.
 _TCP_THIN_LINEAR_TIMEOUTS: Final = 16
@@ -92,7 +92,7 @@ class Channel:
         Raises:
             ClosedError: The connection is closed, or the other side has not read for long.
         """
-        self._write(kind, messages.encode(kind, body or {}))
+        self._write(kind, member_messages.encode(kind, body or {}))
         if self._writer.transport.get_write_buffer_size() > _MOST_UNSENT_BYTES:
             self.abort()
             raise ClosedError("it does not read what it is sent")
@@ -103,8 +103,8 @@ class Channel:
         Raises:
             ClosedError: The connection is closed.
         """
-        for start in range(0, len(data), messages.MOST_BYTES):
-            self._write(_BYTES, data[start : start + messages.MOST_BYTES])
+        for start in range(0, len(data), member_messages.MOST_BYTES):
+            self._write(_BYTES, data[start : start + member_messages.MOST_BYTES])
             try:
                 await self._writer.drain()
             except OSError:
@@ -117,8 +117,8 @@ class Channel:
             ClosedError: The other side has ended the connection.
             ProtocolError: Something else came, or not as much.
         """
-        for start in range(0, len(into), messages.MOST_BYTES):
-            expected = into[start : start + messages.MOST_BYTES]
+        for start in range(0, len(into), member_messages.MOST_BYTES):
+            expected = into[start : start + member_messages.MOST_BYTES]
             number, data = await self._frame()
             if number != _BYTES or len(data) != len(expected):
                 raise ProtocolError("something else came than the bytes that were announced")
@@ -136,7 +136,7 @@ class Channel:
             kind = Kind(number)
         except ValueError:
             raise ProtocolError(f"there is no message of kind {number}") from None
-        return kind, messages.decode(kind, encoded)
+        return kind, member_messages.decode(kind, encoded)
 
     def _write(self, number: int, data: bytes | memoryview) -> None:
         header = _HEADER.pack(_MAGIC, _VERSION, number, 0, len(data))
@@ -151,7 +151,7 @@ class Channel:
         try:
             header = await self._reader.readexactly(_HEADER.size)
             magic, version, number, nothing, length = _HEADER.unpack(header)
-            if (magic, version, nothing) != (_MAGIC, _VERSION, 0) or length > messages.MOST_BYTES:
+            if (magic, version, nothing) != (_MAGIC, _VERSION, 0) or length > member_messages.MOST_BYTES:
                 raise ProtocolError("what came does not begin as a message does")
             code = await self._reader.readexactly(_CODE_BYTES)
             encoded = await self._reader.readexactly(length)

@@ -24,7 +24,7 @@ from stratagem.cluster.address import SCHEME
 from stratagem.cluster.channel import Channel, ClosedError
 from stratagem.cluster.io_thread import IoThread, in_thread, log
 from stratagem.cluster.listening import listen
-from stratagem.cluster.messages import Body, Kind, shortened
+from stratagem.cluster.membership.member_messages import Body, Kind, shortened
 from stratagem.cluster.spec import LOCAL, ClusterLike, ClusterSpec, Task
 from stratagem.errors import ClusterError, ClusterSpecError, ClusterWarning, HandshakeError, ProtocolError
 
@@ -251,7 +251,7 @@ class Server:
 
     async def _serve_session(self, channel: Channel, body: Body) -> None:
         # Loads torch, which only tasks need that run graphs.
-        service = await in_thread(lambda: importlib.import_module("stratagem.cluster.session_service"))
+        service = await in_thread(lambda: importlib.import_module("stratagem.graphs.sessions.task_service"))
         await service.serve(self.task, self.spec, channel, body)
 
     async def _tell_all(self) -> list[str]:

@@ -13,9 +13,9 @@ from typing import final
 
 import torch
 
-from stratagem.collectives.contract import is_finite
+from stratagem.collectives.collective import is_finite
 from stratagem.collectives.signals import Signals
-from stratagem.replicas.memory import PAGE_BYTES, Region
+from stratagem.processes.region import PAGE_BYTES, Region
 
 _WINDOW_BYTES = 8 * 2**20
 _FURTHER_WINDOW_BYTES = 2 * 2**20  # other machines have it while the next one is computed

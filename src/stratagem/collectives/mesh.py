@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar, final
 import numpy as np
 import torch
 
-from stratagem.collectives.contract import (
+from stratagem.collectives.collective import (
     Collective,
     MismatchError,
     check_calls,

@@ -4,7 +4,7 @@ from typing import final
 
 import torch
 
-from stratagem.collectives.contract import Collective, check_operation, check_root, flat
+from stratagem.collectives.collective import Collective, check_operation, check_root, flat
 
 
 @final

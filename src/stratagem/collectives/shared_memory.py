@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from stratagem.collectives.contract import (
+from stratagem.collectives.collective import (
     Collective,
     check_calls,
     check_operation,
@@ -19,7 +19,7 @@ from stratagem.collectives.contract import (
     shapes_of,
 )
 from stratagem.collectives.signals import Signals
-from stratagem.replicas.memory import Region
+from stratagem.processes.region import Region
 
 _SLOT_BYTES = 2 * 2**20
 

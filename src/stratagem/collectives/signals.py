@@ -15,7 +15,7 @@ from typing import final
 import torch
 
 from stratagem.errors import CollectiveError
-from stratagem.replicas.memory import PAGE_BYTES, Region
+from stratagem.processes.region import PAGE_BYTES, Region
 
 # To be woken takes about the time of so many looks.
 NUM_LOOKS = 200

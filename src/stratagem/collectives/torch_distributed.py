@@ -18,8 +18,7 @@ from typing import Any, Final, final
 import torch
 import torch.distributed
 
-from stratagem.collectives.connections import check_folder, connections_on, hang_up
-from stratagem.collectives.contract import (
+from stratagem.collectives.collective import (
     Collective,
     check_calls,
     check_operation,
@@ -29,6 +28,7 @@ from stratagem.collectives.contract import (
     flat,
     shapes_of,
 )
+from stratagem.collectives.connections import check_folder, connections_on, hang_up
 from stratagem.collectives.waiting import (
     Pending,
     is_completed,

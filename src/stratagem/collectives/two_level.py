@@ -10,7 +10,7 @@ from typing import final
 
 import torch
 
-from stratagem.collectives.contract import (
+from stratagem.collectives.collective import (
     Collective,
     check_calls,
     check_operation,

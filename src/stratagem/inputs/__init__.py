@@ -1,8 +1,8 @@
 """How global batches come to the replicas."""
 
-from stratagem.inputs.distribution import Distributed, distribute, distribute_from_function
-from stratagem.inputs.host import Host, InputContext
+from stratagem.inputs.distribute import Distributed, distribute, distribute_from_function
 from stratagem.inputs.indexed import DistributedLoader
+from stratagem.inputs.reader import Host, InputContext
 from stratagem.inputs.streams import DistributedStream
 
 __all__ = [

@@ -18,12 +18,12 @@ from torch.utils.data.distributed import DistributedSampler
 from stratagem.errors import StrategyError
 from stratagem.inputs import portions
 from stratagem.inputs.arrays import ArrayDataset, as_they_are
-from stratagem.inputs.host import Host, send_waiting, waiting_calls
 from stratagem.inputs.loading import Indices, Source, random_state_kept
 from stratagem.inputs.portions import Lease, Part, Portion
+from stratagem.inputs.reader import Host, send_waiting, waiting_calls
 from stratagem.inputs.splitting import Evenness, assemble, emptied, offsets
 from stratagem.inputs.templates import common_template
-from stratagem.replicas.values import PerReplica
+from stratagem.objects.per_replica import PerReplica
 
 _keys = itertools.count(1)
 

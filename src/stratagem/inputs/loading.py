@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from stratagem.replicas.child import this_child
+from stratagem.processes.child import this_child
 
 _PR_SET_PDEATHSIG = 1
 

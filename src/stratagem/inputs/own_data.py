@@ -11,7 +11,7 @@ from typing import Any, final
 from torch.utils.data import DataLoader, IterableDataset
 
 from stratagem.errors import StrategyError
-from stratagem.inputs.host import Host
+from stratagem.inputs.reader import Host
 from stratagem.inputs.splitting import emptied_batch
 
 

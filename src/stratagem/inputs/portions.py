@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from stratagem.errors import StrategyError
 from stratagem.inputs.loading import Indices, Loader, Numbered, Source
 from stratagem.inputs.splitting import flatten
-from stratagem.replicas.values import Deferred
+from stratagem.objects.per_replica import Deferred
 
 
 @final

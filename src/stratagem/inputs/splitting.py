@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stratagem.errors import StrategyError, UnevenDataError
-from stratagem.replicas.values import PerReplica, load_deferred
+from stratagem.objects.per_replica import PerReplica, load_deferred
 
 _log = logging.getLogger("stratagem")
 

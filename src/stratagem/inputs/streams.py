@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 from stratagem.errors import StrategyError
-from stratagem.inputs.host import Host, InputContext, send_waiting
+from stratagem.inputs.reader import Host, InputContext, send_waiting
 from stratagem.inputs.splitting import Evenness, join, split
 
 

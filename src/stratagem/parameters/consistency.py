@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import final
 
 from stratagem.errors import ParameterError
-from stratagem.parameters.board import Board
-from stratagem.parameters.locks import Locks
+from stratagem.parameters.local.board import Board
+from stratagem.parameters.local.locks import Locks
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1e-4, 2e-3
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol, final
 
 from stratagem.errors import ParameterError
-from stratagem.parameters.contract import Piece, ShardPlan, Variable
+from stratagem.parameters.protocol import Piece, ShardPlan, Variable
 
 
 class Partitioner(Protocol):

@@ -13,19 +13,9 @@ from typing import Any, final
 
 import torch
 
-from stratagem.collectives.contract import is_finite
+from stratagem.collectives.collective import is_finite
 from stratagem.errors import ParameterError
-from stratagem.parameters.contract import (
-    OptimizerSpec,
-    Outcome,
-    Piece,
-    Plain,
-    Pulled,
-    Push,
-    Rows,
-    ShardPlan,
-    Verdict,
-)
+from stratagem.parameters.protocol import OptimizerSpec, Outcome, Piece, Plain, Pulled, Push, Rows, ShardPlan, Verdict
 
 OPTIMIZERS: dict[str, Any] = {
     kind.__name__: kind

@@ -15,7 +15,6 @@ from stratagem.errors import DeviceNotFoundError, PlacementError
 from stratagem.placement import log, resolution, scopes
 from stratagem.placement.arguments import Copies, goal_of, leaves_of, replaced, tensors_in
 from stratagem.placement.functions import Kind, changed_quietly, kind_of
-from stratagem.placement.graph_tensor import GraphTensor
 from stratagem.placement.names import NameCounter, type_of
 from stratagem.placement.residence import Asked, Place, Places, storage_of
 
@@ -60,7 +59,7 @@ class Placing(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         kind = kind_of(func)
-        if kind is Kind.LOOK or scopes.state.recorders or GraphTensor in types:
+        if kind is Kind.LOOK or scopes.state.recorders or not scopes.UNPLACED.isdisjoint(types):
             return func(*args, **kwargs)
         if kind is Kind.BLOCK:
             return self._note_block(func, args, kwargs)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stratagem.errors import PlacementError
-from stratagem.placement import layout
-from stratagem.placement.layout import COLOURS, Arrow, Box, Picture, amount, short
+from stratagem.placement import log_layout
+from stratagem.placement.log_layout import COLOURS, Arrow, Box, Picture, amount, short
 from stratagem.placement.records import PlacementRecord
 
 _COLUMN, _ROW, _WIDTH, _HEIGHT, _TOP = 250, 66, 180, 42, 40
@@ -36,7 +36,7 @@ def table(records: Sequence[PlacementRecord]) -> str:
         for record in records
     ]
     text = _aligned(("operation", "device", "asked for", "why", "copied", "from", "line"), rows)
-    if traffic := layout.heaviest(records):
+    if traffic := log_layout.heaviest(records):
         copies = [
             (amount(each.num_bytes), short(each.source), short(each.target), each.maker, each.taker, each.where)
             for each in traffic
@@ -47,7 +47,7 @@ def table(records: Sequence[PlacementRecord]) -> str:
 
 def html(records: Sequence[PlacementRecord]) -> str:
     """A page of its own: the heaviest copies, the picture, all records."""
-    picture = layout.arrange(records)
+    picture = log_layout.arrange(records)
     copies = [
         (
             amount(each.num_bytes),
@@ -58,7 +58,7 @@ def html(records: Sequence[PlacementRecord]) -> str:
             each.taker,
             each.where,
         )
-        for each in layout.heaviest(records)[:20]
+        for each in log_layout.heaviest(records)[:20]
     ]
     all_rows = [
         (
@@ -158,7 +158,7 @@ def _svg_box(box: Box) -> str:
     first = top + (18 if box.where else 25)
     return (
         f'<rect x="{left}" y="{top}" width="{_WIDTH}" height="{_HEIGHT}" rx="7" '
-        f'fill="{layout.tint(_colour(box.column))}" stroke="{_colour(box.column)}"/>'
+        f'fill="{log_layout.tint(_colour(box.column))}" stroke="{_colour(box.column)}"/>'
         f'<text x="{middle}" y="{first}" text-anchor="middle">{title}<title>{markup.escape(whole)}</title></text>'
         f'<text x="{middle}" y="{top + 33}" text-anchor="middle" fill="#777">{markup.escape(box.where)}</text>'
     )
@@ -193,7 +193,7 @@ def _svg_arrow(arrow: Arrow, most: int) -> str:
 
 def _svg_label(arrow: Arrow) -> str:
     x, y, to_x, to_y = _ends(arrow)
-    part = layout.label_at(arrow, _WIDTH / _COLUMN)
+    part = log_layout.label_at(arrow, _WIDTH / _COLUMN)
     at_x, at_y = x + part * (to_x - x), y + part * (to_y - y) - 6
     return (
         f'<text x="{at_x:.0f}" y="{at_y:.0f}" text-anchor="middle" font-weight="600" stroke="#fff" '

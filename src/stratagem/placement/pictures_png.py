@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from stratagem.placement import layout
-from stratagem.placement.layout import COLOURS, Arrow, Box, amount, short
+from stratagem.placement import log_layout
+from stratagem.placement.log_layout import COLOURS, Arrow, Box, amount, short
 from stratagem.placement.records import PlacementRecord
 
 _WIDTH, _HEIGHT = 0.72, 0.62
@@ -17,11 +17,11 @@ _NUM_HEAVIEST = 5
 
 def draw(records: Sequence[PlacementRecord], path: Path, summary: str) -> None:
     """Writes the picture to a file."""
-    picture = layout.arrange(records)
+    picture = log_layout.arrange(records)
     lines = [
         f"{amount(each.num_bytes):>10}  {short(each.source)} -> {short(each.target)}  "
         f"{each.maker} -> {each.taker}  {each.where}"
-        for each in layout.heaviest(records)[:_NUM_HEAVIEST]
+        for each in log_layout.heaviest(records)[:_NUM_HEAVIEST]
     ]
     heading = 0.55 + 0.2 * (len(lines) + 1)
     height = heading + 0.62 * (picture.num_rows + 0.8)
@@ -54,7 +54,7 @@ def _colour(column: int) -> str:
 def _draw_box(axes: Axes, box: Box) -> None:
     corner, colour = (box.column - _WIDTH / 2, box.row - _HEIGHT / 2), _colour(box.column)
     shape = FancyBboxPatch(corner, _WIDTH, _HEIGHT, boxstyle="round,pad=0,rounding_size=0.06", zorder=3)
-    shape.set(facecolor=layout.tint(colour), edgecolor=colour)
+    shape.set(facecolor=log_layout.tint(colour), edgecolor=colour)
     axes.add_patch(shape)
     title = f"{box.title} ({box.times} x)" if box.times > 1 else box.title
     axes.text(box.column, box.row - 0.09 * bool(box.where), title, ha="center", va="center", fontsize=8.5, zorder=4)
@@ -93,6 +93,6 @@ def _draw_arrow(axes: Axes, arrow: Arrow, most: int) -> None:
 def _draw_label(axes: Axes, arrow: Arrow) -> None:
     (x, y), (to_x, to_y) = _ends(arrow)
     background = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}
-    part = layout.label_at(arrow, _WIDTH)
+    part = log_layout.label_at(arrow, _WIDTH)
     place = (x + part * (to_x - x), y + part * (to_y - y))
     axes.text(*place, amount(arrow.num_bytes), ha="center", va="center", fontsize=8, bbox=background, zorder=5)

@@ -22,6 +22,9 @@ from stratagem.devices.lookup import DeviceLike
 from stratagem.devices.spec import DeviceSpec
 from stratagem.errors import DeviceTypeError
 
+# Kinds of tensors whose operations are not placed: they are recorded by whoever made the kind.
+UNPLACED: set[type] = set()
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

@@ -4,13 +4,14 @@ import functools
 from collections.abc import Sequence
 from typing import final
 
+from stratagem._checks import require_seconds
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
-from stratagem.strategies import context
-from stratagem.strategies.local_replicas import LocalReplicas
+from stratagem.engine import context
+from stratagem.engine.lockstep import LocalReplicas
+from stratagem.engine.recipe import Settings
 from stratagem.strategies.mirrored import choose_way
-from stratagem.strategies.replicated import Replicated, require_seconds, warn_of_others
-from stratagem.strategies.settings import Settings
+from stratagem.strategies.replicated import Replicated, warn_of_others
 
 
 @final

@@ -8,15 +8,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
+from stratagem.engine import child_calls, context
+from stratagem.engine.queued.pending_results import with_leaves
+from stratagem.engine.queued.step import Step
+from stratagem.engine.queued.workers import ParameterWorkers
 from stratagem.errors import StepCancelledError, StrategyError
 from stratagem.inputs import InputContext
+from stratagem.objects import per_replica
 from stratagem.parameters.consistency import Synchronous
-from stratagem.replicas import values
-from stratagem.strategies import context, in_child
 from stratagem.strategies.parameter_server import ParameterServerStrategy
-from stratagem.strategies.parameter_server_engine import ParameterWorkers
-from stratagem.strategies.parameter_server_results import with_leaves
-from stratagem.strategies.parameter_server_steps import Step
 from stratagem.strategies.strategy import require_call
 
 _keys = itertools.count(1)
@@ -164,7 +164,7 @@ class ClusterCoordinator:
         self._look()
         given = _fetched((tuple(args), dict(kwargs or {})))
         self._workers.prepare()
-        step = self._workers.new_step(fn, *values.select(given, 0, sent=True))
+        step = self._workers.new_step(fn, *per_replica.select(given, 0, sent=True))
         step.when_done = functools.partial(_take_in, weakref.ref(self))
         self._under_way.add(step)
         self._submit(step)
@@ -273,7 +273,7 @@ _passes: dict[tuple[int, int], Iterator[Any]] = {}
 
 def make_source(num_workers: int, key: int, dataset_fn: Callable[..., Any], strategy: int) -> None:
     """Makes a worker's own data."""
-    number = in_child.runtime_of(strategy).worker  # type: ignore[attr-defined]  # it is one of a parameter server
+    number = child_calls.runtime_of(strategy).worker  # type: ignore[attr-defined]  # it is one of a parameter server
     wants_context = any(
         each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
         for each in inspect.signature(dataset_fn).parameters.values()

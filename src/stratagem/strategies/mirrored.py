@@ -4,14 +4,15 @@ import functools
 from collections.abc import Sequence
 from typing import final
 
+from stratagem._checks import require_seconds
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
+from stratagem.engine import context
+from stratagem.engine.lockstep import LocalReplicas
+from stratagem.engine.recipe import Settings
 from stratagem.errors import StrategyError
-from stratagem.strategies import context
-from stratagem.strategies.local_replicas import LocalReplicas
-from stratagem.strategies.replicated import Replicated, require_seconds, warn_of_others
-from stratagem.strategies.settings import Settings
+from stratagem.strategies.replicated import Replicated, warn_of_others
 
 
 @final

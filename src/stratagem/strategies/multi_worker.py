@@ -10,22 +10,23 @@ from typing import Any, final
 from torch.utils import _pytree as pytree
 
 from stratagem._caller import calling_line
-from stratagem.cluster.contract import Resolver
-from stratagem.cluster.membership import Membership
-from stratagem.cluster.ray_cluster import RayCluster
-from stratagem.cluster.resolver import found
+from stratagem._checks import require_seconds
+from stratagem.cluster.membership.membership import Membership
+from stratagem.cluster.ray.ray_cluster import RayCluster
+from stratagem.cluster.resolvers.detection import found
+from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.cluster.spec import CHIEF, EVALUATOR, WORKER
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
+from stratagem.engine import context
+from stratagem.engine.lockstep import LocalReplicas
+from stratagem.engine.machines import Workers
+from stratagem.engine.ray.ray_workers import RayWorkers
+from stratagem.engine.recipe import Settings
 from stratagem.errors import StrategyError, TaskLostError
-from stratagem.replicas.values import PerReplica
-from stratagem.strategies import context
-from stratagem.strategies.local_replicas import LocalReplicas
+from stratagem.objects.per_replica import PerReplica
 from stratagem.strategies.mirrored import choose_way
-from stratagem.strategies.ray_workers import RayWorkers
-from stratagem.strategies.replicated import Replicated, require_seconds
-from stratagem.strategies.settings import Settings
-from stratagem.strategies.workers import Workers
+from stratagem.strategies.replicated import Replicated
 
 
 @final

@@ -11,10 +11,10 @@ from stratagem.collectives.one_replica import OneReplica
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
+from stratagem.engine import context
+from stratagem.engine.context import ReplicaContext
 from stratagem.errors import StrategyError
-from stratagem.replicas import values
-from stratagem.strategies import context
-from stratagem.strategies.context import ReplicaContext
+from stratagem.objects import per_replica
 from stratagem.strategies.strategy import Strategy, require_call
 
 
@@ -37,8 +37,8 @@ class _Alone(Strategy):
         self._require_usable()
         context.require_controller("strategy.run()")
         require_call(fn, args, kwargs)
-        arguments, keywords = values.load_deferred(
-            (values.select(tuple(args), 0), values.select(dict(kwargs or {}), 0))
+        arguments, keywords = per_replica.load_deferred(
+            (per_replica.select(tuple(args), 0), per_replica.select(dict(kwargs or {}), 0))
         )
         context.state.replicas.append(ReplicaContext(0, OneReplica(), self))
         try:

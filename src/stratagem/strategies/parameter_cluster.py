@@ -18,24 +18,25 @@ from typing import Any, Final, NoReturn, final
 import torch
 
 from stratagem._caller import calling_line
-from stratagem.cluster.contract import Resolver
+from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.cluster.spec import EVALUATOR, PS, TRAINING, ClusterSpec
 from stratagem.collectives.one_replica import OneReplica
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
+from stratagem.engine import context
+from stratagem.engine.context import ReplicaContext
+from stratagem.engine.random_numbers import seed_of
+from stratagem.engine.served_variables import ClusterVariables
 from stratagem.errors import StrategyError
-from stratagem.parameters.network.client import ParameterClient
-from stratagem.parameters.network.requests import chief_of, number_of
-from stratagem.parameters.network.serving import ParameterServer
-from stratagem.parameters.network.states import StateOfAll
-from stratagem.replicas import values
-from stratagem.replicas.heap import keep_freed_memory, share_one_heap
-from stratagem.replicas.tracking import Tracker
-from stratagem.strategies import context, staleness
-from stratagem.strategies.context import ReplicaContext
-from stratagem.strategies.parameter_cluster_options import ClusterOptions
-from stratagem.strategies.parameter_cluster_variables import ClusterVariables
-from stratagem.strategies.random_numbers import seed_of
+from stratagem.objects import per_replica
+from stratagem.objects.tracking import Tracker
+from stratagem.parameters import staleness
+from stratagem.parameters.network.client.parameter_client import ParameterClient
+from stratagem.parameters.network.options import ClusterOptions
+from stratagem.parameters.network.server.client_requests import chief_of, number_of
+from stratagem.parameters.network.server.serving import ParameterServer
+from stratagem.parameters.network.shard_states import StateOfAll
+from stratagem.processes.allocator import keep_freed_memory, share_one_heap
 from stratagem.strategies.strategy import Strategy, require_call
 
 # So often threads of a ps task may take turns: the one for sockets must not wait for updates.
@@ -214,10 +215,10 @@ class ClusterTask(Strategy):
         context.require_controller("strategy.run()")
         require_call(fn, args, kwargs)
         self._begin()
-        arguments, keywords = values.load_deferred(
-            (values.select(tuple(args), 0), values.select(dict(kwargs or {}), 0))
+        arguments, keywords = per_replica.load_deferred(
+            (per_replica.select(tuple(args), 0), per_replica.select(dict(kwargs or {}), 0))
         )
-        counts = values.counts_of(args, kwargs)
+        counts = per_replica.counts_of(args, kwargs)
         if self._variables is not None:
             self._variables.weight = counts[0] if counts else 1
         context.state.replicas.append(ReplicaContext(self.replicas_here.start, OneReplica(), self))

@@ -7,24 +7,26 @@ from typing import Any, cast, final
 
 from torch.utils import _pytree as pytree
 
-from stratagem.cluster.resolver import found
+from stratagem._checks import require_seconds
+from stratagem.cluster.resolvers.detection import found
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.division import split_cores
 from stratagem.devices.inventory import this_process
+from stratagem.engine import context
+from stratagem.engine.lockstep import LocalReplicas
+from stratagem.engine.queued.pending_results import is_pending, mapped, pending
+from stratagem.engine.queued.worker import WorkerSettings
+from stratagem.engine.queued.workers import ParameterWorkers
+from stratagem.engine.recipe import Settings
 from stratagem.errors import StrategyError
-from stratagem.parameters.board import MAX_SHARDS, MAX_WORKERS
+from stratagem.objects import per_replica
+from stratagem.objects.per_replica import PerReplica
+from stratagem.parameters import staleness
 from stratagem.parameters.consistency import Async, BoundedStaleness, Consistency, Synchronous
-from stratagem.replicas import values
-from stratagem.replicas.values import PerReplica
-from stratagem.strategies import context, staleness
-from stratagem.strategies.local_replicas import LocalReplicas
+from stratagem.parameters.local.board import MAX_SHARDS, MAX_WORKERS
+from stratagem.parameters.network.options import OF_CLUSTERS
 from stratagem.strategies.parameter_cluster import ClusterTask, task_of
-from stratagem.strategies.parameter_cluster_options import OF_CLUSTERS
-from stratagem.strategies.parameter_server_engine import ParameterWorkers
-from stratagem.strategies.parameter_server_results import is_pending, mapped, pending
-from stratagem.strategies.parameter_server_worker import WorkerSettings
-from stratagem.strategies.replicated import Replicated, require_seconds
-from stratagem.strategies.settings import Settings
+from stratagem.strategies.replicated import Replicated
 
 
 @final
@@ -141,7 +143,7 @@ class ParameterServerStrategy(Replicated):
 
     def reduce(self, op: str, value: Any, *, weighted: bool = True) -> Any:
         """One value of the values of a step; of one under way, a value that waits when it is read."""
-        values.require_op(op)
+        per_replica.require_op(op)
         return mapped(functools.partial(super().reduce, op, weighted=weighted), value)
 
     def gather(self, value: Any, axis: int = 0) -> Any:
@@ -214,7 +216,7 @@ ParameterServerStrategy.register(ClusterTask)  # what `isinstance` says in every
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     sizes = [len(each) for each in pytree.tree_leaves(value) if isinstance(each, PerReplica)]
-    return tuple(values.select(value, place) for place in range(sizes[0])) if sizes else (value,)
+    return tuple(per_replica.select(value, place) for place in range(sizes[0])) if sizes else (value,)
 
 
 def worker_devices(num_workers: int) -> list[LogicalDevice]:

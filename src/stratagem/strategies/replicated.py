@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from stratagem._caller import warn_caller
-from stratagem.cluster.resolver import found
+from stratagem.cluster.resolvers.detection import found
 from stratagem.cluster.spec import CHIEF, WORKER
 from stratagem.devices.device import LogicalDevice
-from stratagem.errors import StratagemError, StratagemWarning, StrategyError
-from stratagem.strategies import context
-from stratagem.strategies.local_replicas import LocalReplicas
+from stratagem.engine import context
+from stratagem.engine.lockstep import LocalReplicas
+from stratagem.errors import StratagemError, StratagemWarning
 from stratagem.strategies.strategy import Strategy, require_call
 
 
@@ -81,10 +81,3 @@ def warn_of_others(strategy: str) -> None:
                 f"{number} workers: each trains a model of its own; MultiWorkerMirroredStrategy trains one",
                 StratagemWarning,
             )
-
-
-def require_seconds(**times: float) -> None:
-    """Refuses times that are no number of seconds."""
-    for name, value in times.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise StrategyError(f"{name} is a number of seconds above 0, got {value!r}")

@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 
 from stratagem import _integrations, inputs
 from stratagem.devices.device import LogicalDevice
+from stratagem.engine import context
+from stratagem.engine.strategy_in_replica import no_sync_here
 from stratagem.errors import PreemptedExit, StrategyError
-from stratagem.replicas import values
-from stratagem.replicas.values import PerReplica
-from stratagem.strategies import context
-from stratagem.strategies.replica_side import no_sync_here
+from stratagem.objects import per_replica
+from stratagem.objects.per_replica import PerReplica
 
 
 class Strategy(ABC):
@@ -192,18 +192,18 @@ class Strategy(ABC):
             weighted: A mean counts each replica by its examples, so that it is the mean over the
                 global batch; without it, replicas count alike.
         """
-        return self._map(lambda each: values.reduce(op, each, weighted=weighted), value)
+        return self._map(lambda each: per_replica.reduce(op, each, weighted=weighted), value)
 
     def gather(self, value: Any, axis: int = 0) -> Any:
         """The tensors of all replicas, one after the other along an axis."""
-        return self._map(lambda each: values.gather(each, axis), value)
+        return self._map(lambda each: per_replica.gather(each, axis), value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of all replicas of this process, as a tuple."""
         leaves = pytree.tree_leaves(value, is_leaf=_is_per_replica)
         if not any(map(_is_per_replica, leaves)):
             return (value,)
-        return tuple(values.load_deferred(values.select(value, place)) for place in range(len(self.devices)))
+        return tuple(per_replica.load_deferred(per_replica.select(value, place)) for place in range(len(self.devices)))
 
     def is_ready(self, value: Any) -> bool:
         """Whether what `run` returned can be read without waiting."""

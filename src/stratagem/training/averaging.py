@@ -12,9 +12,9 @@ from typing import Any, final
 
 import torch
 
+from stratagem.engine import context
+from stratagem.engine.queued.main_program import settle_all
 from stratagem.errors import StrategyError
-from stratagem.strategies import context
-from stratagem.strategies.parameter_server_main import settle_all
 
 Variables = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Iterable[tuple[str | None, torch.Tensor]]
 Count = int | torch.Tensor | Callable[[], Any]

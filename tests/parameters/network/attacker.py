@@ -8,11 +8,11 @@ from typing import Any
 import zmq
 
 from stratagem.cluster import token as tokens
-from stratagem.cluster.agreement import Introduction
+from stratagem.cluster.membership.compatibility import Introduction
 from stratagem.cluster.spec import ClusterSpec
-from stratagem.parameters.network import bodies, door, frames, sealing
+from stratagem.parameters.network import bodies, encryption, frames, zmq_password
+from stratagem.parameters.network.encryption import Handshake, Opener, Sealer
 from stratagem.parameters.network.frames import Greeting, Kind
-from stratagem.parameters.network.sealing import Handshake, Opener, Sealer
 
 PATIENCE_S = 20.0
 
@@ -27,7 +27,7 @@ class Attacker(contextlib.ExitStack):
         self.socket = self.enter_context(self._context.socket(zmq.DEALER))
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.RCVHWM, queue)
-        door.take_key(self.socket, tokens.load())
+        zmq_password.take_key(self.socket, tokens.load())
         self.socket.connect(f"tcp://{spec['ps'][server]}")
         self.sent: list[bytes] = []
 
@@ -40,7 +40,7 @@ class Attacker(contextlib.ExitStack):
         return self.socket.recv()
 
     def log_in(self) -> None:
-        own = sealing.new_nonce()
+        own = encryption.new_nonce()
         self.send(frames.greeting(Greeting.HELLO, own))
         kind, other = frames.parse_greeting(self.receive())
         assert kind == Greeting.CHALLENGE

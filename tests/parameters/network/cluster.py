@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from stratagem.parameters.contract import OptimizerSpec, ShardPlan, Variable, describe_optimizer
-from stratagem.parameters.network.client import ParameterClient
-from stratagem.parameters.network.serving import ParameterServer
+from stratagem.parameters.network.client.parameter_client import ParameterClient
+from stratagem.parameters.network.server.serving import ParameterServer
 from stratagem.parameters.partitioning import FixedShardsPartitioner, make_plan
+from stratagem.parameters.protocol import OptimizerSpec, ShardPlan, Variable, describe_optimizer
 from tests.cluster.tasks import free_ports
 
 PATIENCE_S = 20.0

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from stratagem.parameters.network import connection, streams
-from stratagem.parameters.network.client import ParameterClient
-from stratagem.parameters.network.serving import ParameterServer
+from stratagem.parameters.network import streams
+from stratagem.parameters.network.client import connection
+from stratagem.parameters.network.client.parameter_client import ParameterClient
+from stratagem.parameters.network.server.serving import ParameterServer
 from tests.cluster import task_program
 from tests.parameters.network.cluster import PATIENCE_S, Trainer
 

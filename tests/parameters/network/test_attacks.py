@@ -18,12 +18,12 @@ import zmq
 
 from stratagem.cluster import token as tokens
 from stratagem.errors import ParameterServerLostError, StratagemError
-from stratagem.parameters.contract import OptimizerSpec, Variable, describe_optimizer
-from stratagem.parameters.network import bodies, door, frames, sockets
-from stratagem.parameters.network.client import ParameterClient
+from stratagem.parameters.network import bodies, frames, zmq_password, zmq_sockets
+from stratagem.parameters.network.client.parameter_client import ParameterClient
 from stratagem.parameters.network.frames import Greeting, Kind
-from stratagem.parameters.network.serving import _MOST_STRANGERS
+from stratagem.parameters.network.server.serving import _MOST_STRANGERS
 from stratagem.parameters.partitioning import make_plan
+from stratagem.parameters.protocol import OptimizerSpec, Variable, describe_optimizer
 from tests.cluster.tasks import listening_at
 from tests.parameters.network.attacker import Attacker, eventually
 from tests.parameters.network.cluster import PATIENCE_S, Cluster, Trainer, same
@@ -207,7 +207,7 @@ def _command(content: bytes) -> bytes:
 
 def _hello(password: bytes = b"") -> bytes:
     """The start of a connection in ZeroMQ's protocol, with the right password if no other is given."""
-    password = password or door.password(tokens.load())
+    password = password or zmq_password.password(tokens.load())
     return GREETING + _command(b"\x05HELLO\x09stratagem" + bytes([len(password)]) + password)
 
 
@@ -281,7 +281,7 @@ def test_stranger_cannot_fill_the_memory_with_a_message_that_never_ends(
 def test_floods_of_connections_and_handshakes_keep_nobody_out(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # A5
-    monkeypatch.setattr(sockets, "_HANDSHAKE_MS", 1000)
+    monkeypatch.setattr(zmq_sockets, "_HANDSHAKE_MS", 1000)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[1], 16_384), limits[1]))
     cluster = new_cluster()
@@ -410,7 +410,7 @@ def test_client_refuses_a_server_that_lies(token_file: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.set(zmq.LINGER, 0)
-    entrance = door.Door(context, tokens.load())
+    entrance = zmq_password.Door(context, tokens.load())
     entrance.guard(router)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     client = ParameterClient({"worker": ["127.0.0.1:1"], "ps": [f"127.0.0.1:{port}"]}, "worker", 0, join_timeout_s=5)

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from stratagem.cluster import token as tokens
 from stratagem.errors import ParameterError, ProtocolError
-from stratagem.parameters.contract import OptimizerSpec, Piece, Rows, Variable
 from stratagem.parameters.network import bodies, compression, frames, streams
 from stratagem.parameters.network.compression import Compression, Encoder
+from stratagem.parameters.network.encryption import Handshake, Opener, Sealer
 from stratagem.parameters.network.frames import CHUNK_BYTES, HEADER_BYTES, Kind
-from stratagem.parameters.network.sealing import Handshake, Opener, Sealer
 from stratagem.parameters.network.streams import Inflow
 from stratagem.parameters.partitioning import make_plan
+from stratagem.parameters.protocol import OptimizerSpec, Piece, Rows, Variable
 
 KEY = b"k" * 32
 TENSORS = [torch.randn(700, 500), torch.randn(3), torch.tensor(2.5), torch.empty(0), torch.arange(300_000)]

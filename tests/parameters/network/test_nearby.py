@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from stratagem.errors import ParameterServerLostError, ProtocolError
-from stratagem.parameters.contract import Piece, Variable, Verdict
-from stratagem.parameters.network import nearby
+from stratagem.parameters.network import same_host_memory
 from stratagem.parameters.network.compression import Compression
 from stratagem.parameters.network.frames import Kind
-from stratagem.parameters.network.nearby import Nearby
-from stratagem.parameters.network.pacing import Pacing
+from stratagem.parameters.network.same_host_memory import Nearby
+from stratagem.parameters.network.server.pacing import Pacing
+from stratagem.parameters.protocol import Piece, Variable, Verdict
 from tests.parameters.network.attacker import Attacker
 from tests.parameters.network.cluster import Cluster, Trainer, same
 from tests.parameters.network.test_attacks import PUSH, in_use, is_untouched
@@ -97,7 +97,7 @@ def test_memory_is_not_written_while_a_server_may_still_read_it(new_cluster: New
 
 def test_memory_is_given_back(new_cluster: NewCluster) -> None:
     def num_mapped() -> int:
-        return Path("/proc/self/maps").read_text().count(nearby._NAME)
+        return Path("/proc/self/maps").read_text().count(same_host_memory._NAME)
 
     cluster = new_cluster(num_workers=1)
     gc.collect()  # that of other tests
@@ -114,7 +114,12 @@ def test_memory_is_given_back(new_cluster: NewCluster) -> None:
 def test_worker_that_speaks_of_memory_that_it_has_not_shared_is_out(new_cluster: NewCluster) -> None:  # A6
     cluster = new_cluster()
     trainer = in_use(cluster)
-    offer = {"pid": 1, "descriptor": 0, "num_bytes": nearby._num_bytes(trainer.plan.shards[0]), "proof": "00" * 32}
+    offer = {
+        "pid": 1,
+        "descriptor": 0,
+        "num_bytes": same_host_memory._num_bytes(trainer.plan.shards[0]),
+        "proof": "00" * 32,
+    }
     with Attacker(cluster.spec) as attacker:
         attacker.attach(1)
         attacker.ask(Kind.SHARE, offer)
@@ -153,9 +158,9 @@ def test_memory_is_the_same_only_if_what_was_said_is_found_there() -> None:
 
 @pytest.mark.parametrize("is_memory", [False, True])
 def test_file_in_the_place_of_memory_is_not_opened(tmp_path: Path, is_memory: bool) -> None:
-    num_bytes = nearby._num_bytes(PIECES)
+    num_bytes = same_host_memory._num_bytes(PIECES)
     if is_memory:  # memory, but of somebody who could make it shorter
-        descriptor = os.memfd_create(nearby._NAME, os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(same_host_memory._NAME, os.MFD_CLOEXEC)
     else:
         descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     try:

@@ -21,15 +21,16 @@ from stratagem.errors import (
     ParameterError,
     ParameterServerLostError,
 )
-from stratagem.parameters.contract import OptimizerSpec, Variable, Verdict, describe_optimizer
-from stratagem.parameters.network import bodies, holding
-from stratagem.parameters.network.client import ParameterClient
+from stratagem.parameters.network import bodies
+from stratagem.parameters.network.client.connection import Pending, RetryError
+from stratagem.parameters.network.client.parameter_client import ParameterClient
 from stratagem.parameters.network.compression import Compression
-from stratagem.parameters.network.connection import Pending, RetryError
 from stratagem.parameters.network.frames import Kind
-from stratagem.parameters.network.serving import ParameterServer
-from stratagem.parameters.network.states import StateOfAll, described
+from stratagem.parameters.network.server import held_pushes
+from stratagem.parameters.network.server.serving import ParameterServer
+from stratagem.parameters.network.shard_states import StateOfAll, described
 from stratagem.parameters.partitioning import make_plan
+from stratagem.parameters.protocol import OptimizerSpec, Variable, Verdict, describe_optimizer
 from tests.parameters.network.cluster import PATIENCE_S, Cluster, Trainer, same
 
 NewCluster = Callable[..., Cluster]
@@ -236,7 +237,7 @@ def test_hold_of_a_task_that_is_gone_ends_with_it(new_cluster: NewCluster) -> No
 
 def test_state_is_of_one_moment_or_asked_for_again(new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = new_cluster().trainer(0)
-    monkeypatch.setattr(holding, "HOLD_S", 0.0)
+    monkeypatch.setattr(held_pushes, "HOLD_S", 0.0)
     held(trainer)
     trainer.step(1)
     assert isinstance(state_at(trainer, {}).error, RetryError)
@@ -258,11 +259,11 @@ def test_state_without_a_push_that_one_server_alone_has_is_none(
 ) -> None:
     cluster = new_cluster(num_ps=2)
     saver, pusher = cluster.trainer(0), cluster.trainer(1)
-    monkeypatch.setattr(holding, "HOLD_S", 0.05)
+    monkeypatch.setattr(held_pushes, "HOLD_S", 0.05)
     pushed_to(pusher, 0)
     with pytest.raises(ClusterTimeoutError, match=r"a push that others have applied has not come, within 0\.05 s"):
         saver.client.state()
-    monkeypatch.setattr(holding, "HOLD_S", 1000.0)
+    monkeypatch.setattr(held_pushes, "HOLD_S", 1000.0)
     pusher.client.close()  # who has died will not push it any more
     assert saver.client.state().version == 1
 
@@ -452,7 +453,7 @@ def test_taken_port_names_its_holder(token_file: Path) -> None:  # F12
 def test_stranger_at_the_address_of_a_server_is_named(
     token_file: Path, greeting: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # F12
-    monkeypatch.setattr("stratagem.parameters.network.connection._HANDSHAKE_S", 0.5)
+    monkeypatch.setattr("stratagem.parameters.network.client.connection._HANDSHAKE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         address = f"127.0.0.1:{stranger.getsockname()[1]}"
 

@@ -13,12 +13,12 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ParameterError
-from stratagem.parameters.contract import OptimizerSpec, Push, Rows, Variable, Verdict
-from stratagem.parameters.network import pacing
 from stratagem.parameters.network.frames import Kind
-from stratagem.parameters.network.pacing import Pace, Pacing
-from stratagem.parameters.network.requests import Request, number_of
+from stratagem.parameters.network.server import pacing
+from stratagem.parameters.network.server.client_requests import Request, number_of
+from stratagem.parameters.network.server.pacing import Pace, Pacing
 from stratagem.parameters.partitioning import make_plan
+from stratagem.parameters.protocol import OptimizerSpec, Push, Rows, Variable, Verdict
 from stratagem.parameters.shard import Shard
 from tests.parameters.network.cluster import PATIENCE_S, Cluster, Trainer, same
 from tests.parameters.network.test_strategy import build, task, training_step

@@ -16,9 +16,9 @@ from stratagem import _env
 from stratagem.cluster import TFConfigResolver
 from stratagem.errors import ParameterError, StratagemWarning, StrategyError
 from stratagem.parameters.consistency import Async, BoundedStaleness, Synchronous
-from stratagem.parameters.network.pacing import Pacing
+from stratagem.parameters.network.options import ClusterOptions
+from stratagem.parameters.network.server.pacing import Pacing
 from stratagem.strategies.parameter_cluster import ClusterTask
-from stratagem.strategies.parameter_cluster_options import ClusterOptions
 from tests.parameters.network.cluster import Cluster
 
 NewCluster = Callable[..., Cluster]

@@ -19,11 +19,11 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
-from stratagem.cluster.launch.crew import Crew, Processes, Task
+from stratagem.cluster.launch.ctrl_c import Interrupts
 from stratagem.cluster.launch.failures import Failure, as_shown, first_cause
-from stratagem.cluster.launch.interrupts import Interrupts
-from stratagem.cluster.launch.meeting import Meeting
 from stratagem.cluster.launch.plan import TRAINING, Plan
+from stratagem.cluster.launch.rendezvous import Meeting
+from stratagem.cluster.launch.task_processes import Crew, Processes, Task
 from stratagem.cluster.spec import CHIEF, EVALUATOR, PS, WORKER
 from stratagem.devices.host import Host
 from stratagem.errors import LaunchError

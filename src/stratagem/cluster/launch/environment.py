@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 
 from stratagem import _env
-from stratagem.cluster.launch.crew import Task
 from stratagem.cluster.launch.plan import TRAINING, Plan, Seat
+from stratagem.cluster.launch.task_processes import Task
 from stratagem.cluster.spec import CHIEF, EVALUATOR, ClusterSpec
 from stratagem.errors import ClusterSpecError, LaunchError
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from stratagem import _env
 from stratagem.cluster.address import Address
-from stratagem.cluster.launch.program import Program
+from stratagem.cluster.launch.user_program import Program
 from stratagem.cluster.spec import CHIEF, EVALUATOR, PS, WORKER
 from stratagem.devices import requested
 from stratagem.devices.division import split_cores

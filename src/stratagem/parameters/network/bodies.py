@@ -13,8 +13,8 @@ import torch
 from stratagem.cluster import fields
 from stratagem.cluster.fields import WHOLE, Body, Check, is_flag, is_mapping, is_text, shortened
 from stratagem.errors import ParameterError, ProtocolError
-from stratagem.parameters.contract import OptimizerSpec, Piece, Plain, ShardPlan, Variable
 from stratagem.parameters.network.frames import MOST_PAYLOAD_BYTES, MOST_SHARD_BYTES, Kind
+from stratagem.parameters.protocol import OptimizerSpec, Piece, Plain, ShardPlan, Variable
 
 __all__ = ["Body", "decode", "done", "encode", "shortened"]
 

@@ -12,7 +12,7 @@ from typing import Final, final
 import torch
 
 from stratagem.errors import ParameterError, ProtocolError
-from stratagem.parameters.contract import Piece, Rows
+from stratagem.parameters.protocol import Piece, Rows
 
 PLAIN: Final = ""
 BF16: Final = "bf16"

@@ -5,8 +5,8 @@ from typing import final
 import torch
 
 from stratagem.errors import ParameterError
-from stratagem.parameters.contract import Piece, Rows, ShardPlan
 from stratagem.parameters.network import streams
+from stratagem.parameters.protocol import Piece, Rows, ShardPlan
 
 
 @final

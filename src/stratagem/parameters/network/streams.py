@@ -10,8 +10,8 @@ from typing import Final, final
 import torch
 
 from stratagem.errors import ProtocolError
+from stratagem.parameters.network.encryption import Opener
 from stratagem.parameters.network.frames import CHUNK_BYTES, Bytes, Header
-from stratagem.parameters.network.sealing import Opener
 
 _SMALL_BYTES: Final = 64 * 2**10
 

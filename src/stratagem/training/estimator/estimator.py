@@ -13,14 +13,15 @@ from typing import Any, final
 import torch
 
 from stratagem._caller import warn_caller
+from stratagem.engine import context
 from stratagem.errors import EstimatorError, LostError, StratagemWarning, StrategyError
 from stratagem.inputs.loading import random_state_kept
-from stratagem.strategies import context
 from stratagem.strategies.one_device import get_strategy
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.checkpoints import latest_checkpoint, save_checkpoint
-from stratagem.training.estimator import exporting, states
+from stratagem.training.estimator import exporting, training_state
 from stratagem.training.estimator.checks import described, require_count, require_input_fn
+from stratagem.training.estimator.estimator_session import Session, chosen, rows
 from stratagem.training.estimator.hooks import (
     CheckpointSaverHook,
     CheckpointSaverListener,
@@ -36,11 +37,10 @@ from stratagem.training.estimator.opening import InputUsedUpError, Opener
 from stratagem.training.estimator.preemption import PreemptionHook
 from stratagem.training.estimator.restarts import Restarts
 from stratagem.training.estimator.run_config import FROM_CHECKPOINT, RunConfig, usable_folder
-from stratagem.training.estimator.session import Session, chosen, rows
 from stratagem.training.estimator.specs import EstimatorSpec, ModeKeys, WarmStartSettings
-from stratagem.training.estimator.states import State, step_in
 from stratagem.training.estimator.summaries import SummarySaverHook, summary_writer, write_scalars
 from stratagem.training.estimator.torch_models import OfFunction
+from stratagem.training.estimator.training_state import State, step_in
 
 _log = logging.getLogger("stratagem")
 _DEFAULT_SAVE_SECS = 600.0
@@ -288,7 +288,7 @@ class Estimator:
         """
         self._require_outside("export")
         path = exporting.require_free(export_dir)
-        found = states.find_checkpoint(checkpoint_path, self.model_dir)
+        found = training_state.find_checkpoint(checkpoint_path, self.model_dir)
         if found is None:
             raise EstimatorError(f"export needs a trained model, and {self.model_dir!r} has no checkpoint; call train")
         structure = found[1]["features"]
@@ -314,7 +314,7 @@ class Estimator:
         return value
 
     def _trained_weights(self) -> dict[str, Any]:
-        found = states.find_checkpoint(None, self.model_dir)
+        found = training_state.find_checkpoint(None, self.model_dir)
         if found is None:
             raise EstimatorError(f"{self.model_dir!r} has no checkpoint; call train first")
         weights: dict[str, Any] = found[1]["module"]
@@ -336,8 +336,8 @@ class Estimator:
             save_checkpoint(self.model_dir, found[1]["global_step"], {**found[1], "input": None})
 
     def _find(self, checkpoint_path: str | None, strategy: Strategy | None) -> State | None:
-        found = states.find_checkpoint(checkpoint_path, self.model_dir)
-        states.require_agreement(found, self.model_dir, strategy or get_strategy())
+        found = training_state.find_checkpoint(checkpoint_path, self.model_dir)
+        training_state.require_agreement(found, self.model_dir, strategy or get_strategy())
         return found
 
     def _find_trained(self, checkpoint_path: str | None) -> State | None:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from stratagem.errors import CheckpointWriteError, EstimatorError
 from stratagem.training.checkpoints import whole_folder
 from stratagem.training.estimator.models import Model
-from stratagem.training.estimator.states import structure_of
+from stratagem.training.estimator.training_state import structure_of
 
 WEIGHTS = "weights.safetensors"
 SIGNATURE = "signature.json"

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from stratagem.errors import EstimatorError, StrategyError
 from stratagem.inputs.loading import random_state_kept
-from stratagem.replicas import values
+from stratagem.objects import per_replica
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.estimator import random_state
 from stratagem.training.estimator.checks import accepted
@@ -116,13 +116,13 @@ def _skipped(epoch: Any) -> Any:
 
 def example_of(batch: Any) -> Any:
     """The part of a batch that the first replica gets, as it is in that replica."""
-    return values.load_deferred(values.select(batch, 0))
+    return per_replica.load_deferred(per_replica.select(batch, 0))
 
 
 def num_examples_in(batch: Any, strategy: Strategy) -> int:
     """How many examples a global batch has, over all programs that share it."""
-    counts = values.counts_of(batch)
-    return int(strategy.reduce("sum", values.PerReplica(list(counts)))) if counts else 1
+    counts = per_replica.counts_of(batch)
+    return int(strategy.reduce("sum", per_replica.PerReplica(list(counts)))) if counts else 1
 
 
 def _parts(batch: Any, max_parts: int) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ import torch
 from keras.src.models.functional import Functional
 
 from stratagem.errors import CheckpointMismatchError, EstimatorError
-from stratagem.replicas import values
+from stratagem.objects import per_replica
 from stratagem.strategies.one_device import get_strategy
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.checkpoints import require_fit
@@ -22,7 +22,7 @@ from stratagem.training.estimator.checks import described
 from stratagem.training.estimator.models import Batch, Evaluation, Maker, Model
 from stratagem.training.estimator.run_config import RunConfig
 from stratagem.training.estimator.specs import ModeKeys
-from stratagem.training.keras_changes import kept_by
+from stratagem.training.keras.changes import kept_by
 
 
 @final
@@ -99,7 +99,7 @@ class KerasModel(Model):
         self._model.train(self.mode == ModeKeys.TRAIN)
 
     def run(self, batch: Batch) -> Any:
-        return self._step(*values.load_deferred(values.select(batch, 0)))
+        return self._step(*per_replica.load_deferred(per_replica.select(batch, 0)))
 
     def loss(self, results: Any) -> float:
         return float("nan") if self.mode == ModeKeys.PREDICT else float(results["loss"])

@@ -11,13 +11,13 @@ from stratagem.errors import EstimatorError, StratagemWarning
 from stratagem.inputs.loading import random_state_kept
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.checkpoints import checkpoint_path, require_keepable, save_checkpoint
-from stratagem.training.estimator import random_state, states
+from stratagem.training.estimator import random_state, training_state
+from stratagem.training.estimator.estimator_session import Session
 from stratagem.training.estimator.feed import Feed, example_of
 from stratagem.training.estimator.models import Batch, Maker, Model
 from stratagem.training.estimator.run_config import RunConfig
-from stratagem.training.estimator.session import Session
 from stratagem.training.estimator.specs import ModeKeys, WarmStartSettings
-from stratagem.training.estimator.states import State, step_in
+from stratagem.training.estimator.training_state import State, step_in
 
 _log = logging.getLogger("stratagem")
 
@@ -78,13 +78,13 @@ class Opener:
         if found is not None:
             model.restore(*found)
         elif self._warm_start is not None:
-            _log.info("warm start of %s", ", ".join(states.warm_start(model, self._warm_start)))
+            _log.info("warm start of %s", ", ".join(training_state.warm_start(model, self._warm_start)))
         if resumed is not None:
             random_state.restore(after_input)
-        structure = states.structure_of(features)
+        structure = training_state.structure_of(features)
 
         def save(session: Session, finished: bool) -> str:
-            state = states.state_of(session, structure, finished=finished)
+            state = training_state.state_of(session, structure, finished=finished)
             step, keep_max = session.global_step, self._config.keep_checkpoint_max
             try:
                 if strategy.is_chief:
@@ -95,7 +95,9 @@ class Opener:
 
         session = Session(strategy, model, feed, first, position, step_in(found), save)
         if mode == ModeKeys.TRAIN:
-            require_keepable(states.state_of(session, structure, finished=False))  # not hours later, at the first save
+            require_keepable(
+                training_state.state_of(session, structure, finished=False)
+            )  # not hours later, at the first save
         return session
 
     def build(self, mode: ModeKeys, features: Any, labels: Any, strategy: Strategy) -> Model:

@@ -4,7 +4,7 @@ import os
 import time
 from typing import Any, Final, final
 
-from stratagem.cluster.resolver import found
+from stratagem.cluster.resolvers.detection import found
 from stratagem.cluster.spec import EVALUATOR
 from stratagem.errors import EstimatorError
 from stratagem.training.checkpoints import load_latest
@@ -12,7 +12,7 @@ from stratagem.training.estimator.checks import described
 from stratagem.training.estimator.estimator import Estimator
 from stratagem.training.estimator.hooks import CheckpointSaverListener, RunContext
 from stratagem.training.estimator.specs import EvalSpec, TrainSpec
-from stratagem.training.estimator.states import step_in
+from stratagem.training.estimator.training_state import step_in
 
 _LOOK_S: Final = 0.5
 

@@ -1,0 +1,1 @@
+"""Tasks meet, share values and notice who is gone."""

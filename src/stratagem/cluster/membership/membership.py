@@ -1,0 +1,395 @@
+"""Brings the tasks of a cluster together and keeps them in touch: the part that others use.
+
+Owns the life of a membership and the store's operations as plain calls. What is said on the wire is in
+`keeper`, for the first task, and `follower`, for all others; both run in a thread of their own.
+"""
+
+import concurrent.futures
+import os
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final, Self, TypeVar, final
+
+from stratagem._caller import warn_caller
+from stratagem.cluster import token as tokens
+from stratagem.cluster.io_thread import IoThread, log
+from stratagem.cluster.membership.compatibility import Introduction
+from stratagem.cluster.membership.follower import Follower
+from stratagem.cluster.membership.keeper import Keeper
+from stratagem.cluster.membership.member_messages import Kind
+from stratagem.cluster.membership.members import Member, TaskLost, check_rhythm
+from stratagem.cluster.membership.shared_values import LOST, OK, TIMEOUT, Reply, Request, check_value
+from stratagem.cluster.server import Server
+from stratagem.cluster.spec import ClusterLike, ClusterSpec, Task
+from stratagem.errors import ClusterError, ClusterSpecError, ClusterTimeoutError, StratagemWarning, TaskLostError
+
+_WAIT_S: Final = 60.0
+_SILENT_S: Final = 5.0  # how long to wait without a word
+
+_Result = TypeVar("_Result")
+
+
+@final
+class Membership:
+    """This process as a task of a cluster, from the moment when all have come until it leaves.
+
+    The first task is the keeper: it listens at its address, and the others connect to it. All compare the
+    cluster, versions and signature when they meet. From then on each gives signs of life; a task that dies,
+    stops or is cut off is declared lost within seconds, and everybody is told. A membership does not outlive a
+    loss: a task that was declared lost stays so, and a new start needs a new membership.
+
+    Args:
+        cluster: All tasks.
+        job_name: The job of this task.
+        task_index: Its index.
+        jobs: Which jobs take part; by default all.
+        signature: What all tasks must agree on besides, as values of JSON.
+        join_timeout_s: How long to wait for the others.
+        heartbeat_s: After how long each sign of life follows the last. The keeper's word counts.
+        num_missed: After how many missed signs of life a task is lost. The keeper's word counts.
+        server: The server of this task, if it has one already; it is left running.
+        token_file: Where the secret of the cluster is; by default `STRATAGEM_TOKEN_FILE`, or `~/.stratagem/token`.
+        allow_all_interfaces: Whether the keeper may listen on all addresses of its machine.
+
+    Raises:
+        ClusterSpecError: There is no such task, or an argument breaks a rule.
+
+    Example:
+        >>> with Membership({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 0) as m:  # doctest: +SKIP
+        ...     m.set("greeting", b"hello")
+        ...     m.raise_if_lost()
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterLike,
+        job_name: str,
+        task_index: int,
+        *,
+        jobs: Sequence[str] | None = None,
+        signature: Mapping[str, Any] | None = None,
+        join_timeout_s: float = 60.0,
+        heartbeat_s: float = 1.0,
+        num_missed: int = 3,
+        server: Server | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        allow_all_interfaces: bool = False,
+    ) -> None:
+        self.spec = ClusterSpec(cluster)
+        self.task = self.spec.task(job_name, task_index)
+        self.participants = _participants(self.spec, self.task, jobs)
+        check_rhythm(heartbeat_s, num_missed)
+        if not 0 < join_timeout_s < 10**9:
+            raise ClusterSpecError(f"join_timeout_s is a number of seconds above 0, got {join_timeout_s!r}")
+        self.join_timeout_s = join_timeout_s
+        self._rhythm = (heartbeat_s, num_missed)
+        self._introduction = Introduction.of_this_process(
+            self.task, self.spec, list(dict.fromkeys(task.job for task in self.participants)), signature
+        )
+        self._given_server, self._server = server, server
+        self._token_file = token_file
+        self._everywhere = allow_all_interfaces
+        self._thread = IoThread(f"stratagem-{self.task.name}")
+        self._side: Keeper | Follower | None = None
+        self._losses: tuple[TaskLost, ...] = ()
+        self._callbacks: list[Callable[[TaskLost], None]] = []
+        self._has_joined = False
+        self._lock = threading.Lock()  # never held while anything waits
+        self._kept: list[object] = []
+
+    # Who takes part
+
+    @property
+    def rank(self) -> int:
+        """Which of the participants this task is."""
+        return self.participants.index(self.task)
+
+    @property
+    def size(self) -> int:
+        """How many participants there are."""
+        return len(self.participants)
+
+    @property
+    def is_keeper(self) -> bool:
+        """Whether this is the task to which the others connect."""
+        return self.rank == 0
+
+    @property
+    def incarnation(self) -> str:
+        """Tells this run of the task from all others."""
+        return self._introduction.incarnation
+
+    @property
+    def members(self) -> list[Member]:
+        """Who takes part now, in the order of the cluster, with their machines and processes."""
+        return list(self._joined_side().members)
+
+    @property
+    def own_host(self) -> str:
+        """An address of this machine under which the others of the cluster can reach it."""
+        return self._joined_side().own_host
+
+    # Its life
+
+    def join(self) -> Self:
+        """Waits until all have come.
+
+        Raises:
+            ClusterJoinError: Somebody has not come in time, does not fit, or has come twice.
+            HandshakeError: Who answers at the address of the keeper is no task of this cluster.
+            AddressInUseError: Another program listens at the address of this task.
+            TokenError: The token file cannot be trusted.
+        """
+        if self._side is not None:
+            raise ClusterError(f"{self.task.name} has joined already, or tried to; make a new Membership to join anew")
+        try:
+            self._side = self._begin()
+            self._wait_for_all(self._side)
+        except BaseException:
+            self._stop()
+            raise
+        self._has_joined = True
+        return self
+
+    def _wait_for_all(self, side: Keeper | Follower) -> None:
+        """Joins; says whom it waits for when that takes long."""
+        joining = self._thread.submit(side.join(self.join_timeout_s))
+        try:
+            if concurrent.futures.wait([joining], _SILENT_S).not_done:
+                missing = [str(task) for task in self.participants if task.name not in side.present]
+                warn_caller(
+                    f"{self.task.name} waits for {', '.join(missing)}, {self.join_timeout_s:g} s at most "
+                    f"(join_timeout_s)",
+                    StratagemWarning,
+                )
+            joining.result()
+        except BaseException:
+            joining.cancel()
+            raise
+
+    def leave(self, linger_s: float = 5.0) -> None:
+        """Takes leave of the others, for whom this is no loss. A second time it does nothing.
+
+        Args:
+            linger_s: How long the keeper, which keeps the store, waits for the others to leave before it.
+        """
+        self._finish(lambda side: side.leave(linger_s))
+
+    def fail(self, why: str) -> None:
+        """Tells the others that this task has failed: for them it is lost, with these words. Then leaves."""
+        self._finish(lambda side: side.fail(why))
+
+    def __enter__(self) -> Self:
+        return self.join()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is None:
+            self.leave()
+        elif isinstance(error, TaskLostError):
+            self.leave(linger_s=0.0)  # all know of that loss; that it ended this task too tells them nothing
+        else:
+            self.fail(f"{type(error).__name__}: {error}")
+
+    def __repr__(self) -> str:
+        return f"<Membership of {self.task} in a cluster of {self.size}>"
+
+    # Who is lost
+
+    @property
+    def lost(self) -> TaskLost | None:
+        """The first task that was lost; None while all are there."""
+        return self._losses[0] if self._losses else None
+
+    @property
+    def losses(self) -> tuple[TaskLost, ...]:
+        """All tasks that were lost, in the order in which that was noticed; this one too, if others declared it so."""
+        return self._losses
+
+    def on_lost(self, callback: Callable[[TaskLost], None]) -> None:
+        """Has a function called with each task that is lost, in a thread of its own; at once for those that are."""
+        with self._lock:
+            self._callbacks.append(callback)
+            known = self._losses
+        if known:
+            _call_later([(callback, lost) for lost in known])
+
+    def raise_if_lost(self) -> None:
+        """Does nothing while all are there.
+
+        Raises:
+            TaskLostError: A task is lost; says which, where it was and why.
+        """
+        if self._losses:
+            first, *others = self._losses
+            then = f"; then also {', '.join(lost.member.task for lost in others)}" if others else ""
+            raise TaskLostError(f"{first}{then}")
+
+    # What the tasks tell each other
+
+    def set(self, key: str, value: bytes) -> None:
+        """Stores a value of up to 64 KiB for all."""
+        check_value(key, value)
+        self._ask(Request("set", (key,), (value,)))
+
+    def set_many(self, values: Mapping[str, bytes]) -> None:
+        """Stores several values at once; together they take 512 KiB at most."""
+        for key, value in values.items():
+            check_value(key, value)
+        self._ask(Request("set", tuple(values), tuple(values.values())))
+
+    def get(self, key: str, *, wait: bool = True, timeout_s: float = _WAIT_S) -> bytes:
+        """The value that somebody has stored.
+
+        Args:
+            wait: Whether to wait until somebody has.
+            timeout_s: How long.
+
+        Raises:
+            ClusterTimeoutError: Nobody has.
+            TaskLostError: A task was lost, so that waiting is in vain.
+        """
+        return self._ask(Request("get", (key,), timeout_s=timeout_s if wait else 0.0)).values[0]
+
+    def get_many(self, keys: Sequence[str], timeout_s: float = _WAIT_S) -> tuple[bytes, ...]:
+        """Several values at once, after waiting for all; together they take 512 KiB at most."""
+        return self._ask(Request("get", tuple(keys), timeout_s=timeout_s)).values if keys else ()
+
+    def wait(self, keys: Sequence[str], timeout_s: float = _WAIT_S) -> None:
+        """Waits until there are values for all keys."""
+        if keys:
+            self._ask(Request("check", tuple(keys), timeout_s=timeout_s))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether there are values for all keys now."""
+        return not keys or bool(self._ask(Request("check", tuple(keys))).number)
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a number that starts at 0; returns the sum."""
+        return self._ask(Request("add", (key,), amount=amount)).number
+
+    def append(self, key: str, value: bytes) -> None:
+        """Adds bytes to the end of a value that starts empty."""
+        check_value(key, value)
+        self._ask(Request("append", (key,), (value,)))
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Stores a value if the one there is as expected, or if none is there and none expected (`b""`).
+
+        Returns the value that is there then, or the expected one if none is.
+        """
+        check_value(key, expected)
+        check_value(key, desired)
+        return self._ask(Request("compare_set", (key,), (expected, desired))).values[0]
+
+    def delete(self, key: str) -> bool:
+        """Removes a value; tells whether there was one."""
+        return bool(self._ask(Request("delete", (key,))).number)
+
+    def num_keys(self) -> int:
+        """How many values there are."""
+        return self._ask(Request("num_keys")).number
+
+    def sign(self, message: bytes) -> bytes:
+        """32 bytes that only tasks of this cluster can make of a message."""
+        return tokens.load(None if self._token_file is None else os.fspath(self._token_file)).sign(message)
+
+    def keep(self, user: object) -> None:
+        """Holds on to an object until this task leaves."""
+        self._kept.append(user)
+
+    def _begin(self) -> Keeper | Follower:
+        """Starts the thread and whatever this task listens with."""
+        if self.is_keeper and self._server is None:
+            self._server = Server(
+                self.spec,
+                self.task.job,
+                self.task.index,
+                token_file=self._token_file,
+                allow_all_interfaces=self._everywhere,
+            )
+        if self._server is not None:
+            self._server.start()
+            self._thread, token = self._server.thread, self._server.token
+        else:
+            token = tokens.load(None if self._token_file is None else os.fspath(self._token_file))
+            self._thread.start()
+        if self.is_keeper and self._server is not None:
+            keeper = Keeper(self._introduction, self.participants, *self._rhythm, self._note_lost)
+            self._server.handle(Kind.JOIN, keeper.serve)
+            return keeper
+        address = self.participants[0].address
+        if address is None:
+            raise ClusterSpecError(f"{self.participants[0].name} is the keeper; give its address")
+        return Follower(self._introduction, self.participants, address, token, *self._rhythm, self._note_lost)
+
+    def _finish(self, last_words: Callable[[Keeper | Follower], Coroutine[Any, Any, None]]) -> None:
+        if self._side is not None and self._has_joined and not self._is_forked():
+            self._has_joined = False
+            try:
+                self._thread.run(last_words(self._side))
+            finally:
+                self._stop()
+
+    def _stop(self) -> None:
+        self._kept.clear()
+        if self._given_server is not None:
+            self._given_server.handle(Kind.JOIN, None)
+        elif self._server is not None:
+            self._server.stop()
+        else:
+            self._thread.stop()
+
+    def _is_forked(self) -> bool:
+        """Whether this process is a child that only looks like the task."""
+        return os.getpid() != self._introduction.pid
+
+    def _joined_side(self) -> Keeper | Follower:
+        if self._is_forked():
+            raise ClusterError(f"this process was forked from {self.task.name}, and is no task of the cluster itself")
+        if self._side is None or not self._has_joined:
+            raise ClusterError(f"{self.task.name} does not take part in its cluster now; call join() first")
+        return self._side
+
+    def _ask(self, request: Request) -> Reply:
+        reply = self._thread.run(self._joined_side().request(request))
+        if reply.status == OK:
+            return reply
+        if reply.status == TIMEOUT:
+            waited = f" within {request.timeout_s:g} s" if request.timeout_s else ""
+            raise ClusterTimeoutError(
+                f"nobody has set {' and '.join(map(repr, request.keys))}{waited}, for which {self.task.name} asked"
+            )
+        if reply.status == LOST:
+            self.raise_if_lost()
+            raise TaskLostError(f"a task was lost while {self.task.name} waited for {request.keys}")
+        raise ClusterError(reply.message)
+
+    def _note_lost(self, lost: TaskLost) -> None:
+        """Is called in the thread of the sockets, which must not wait for anybody."""
+        log.info("%s: %s", self.task.name, lost)
+        with self._lock:
+            self._losses += (lost,)
+            callbacks = list(self._callbacks)
+        if callbacks:
+            _call_later([(callback, lost) for callback in callbacks])
+
+
+def _participants(spec: ClusterSpec, task: Task, jobs: Sequence[str] | None) -> list[Task]:
+    chosen = spec.jobs if jobs is None else [job for job in spec.jobs if job in jobs]
+    found = [each for each in spec.tasks if each.job in chosen]
+    if task not in found:
+        raise ClusterSpecError(f"{task.name} is not of the jobs that take part: {', '.join(chosen) or 'none'}")
+    return found
+
+
+def _call_later(calls: Sequence[tuple[Callable[[TaskLost], None], TaskLost]]) -> None:
+    """Calls functions of the program in a thread of their own: they may take as long as they like."""
+
+    def call_all() -> None:
+        for callback, lost in calls:
+            try:
+                callback(lost)
+            except Exception:
+                log.exception("a function that was to be called when a task is lost has failed")
+
+    threading.Thread(target=call_all, name="stratagem-lost", daemon=True).start()

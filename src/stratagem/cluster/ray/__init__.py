@@ -1,0 +1,1 @@
+"""Tasks on the machines of a Ray cluster."""

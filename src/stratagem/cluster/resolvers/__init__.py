@@ -1,0 +1,1 @@
+"""Who takes part, as each starter says it."""

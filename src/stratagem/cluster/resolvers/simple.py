@@ -1,0 +1,77 @@
+"""Resolvers that are told who takes part: one by the program, one by other resolvers."""
+
+from collections.abc import Mapping
+from typing import final
+
+from stratagem.cluster.resolvers.resolver import Resolver
+from stratagem.cluster.spec import ClusterLike, ClusterSpec
+from stratagem.errors import ClusterSpecError
+
+
+@final
+class SimpleResolver(Resolver):
+    """The cluster that the program names itself.
+
+    Args:
+        cluster: All tasks.
+        task_type: The job of this task.
+        task_id: Its index.
+        master: What `master()` answers; by default where this task is reached.
+        num_accelerators: What `num_accelerators()` answers; by default what this process has.
+
+    Example:
+        >>> SimpleResolver({"worker": ["a:1", "b:1"]}, task_type="worker", task_id=0).master()
+        'stratagem://a:1'
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterLike,
+        *,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        master: str | None = None,
+        num_accelerators: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__(
+            "the program", ClusterSpec(cluster), task_type, task_id, accelerators=num_accelerators, master=master
+        )
+
+
+@final
+class UnionResolver(Resolver):
+    """The tasks of several resolvers as one cluster; this task is that of the first which knows.
+
+    Args:
+        resolvers: Each with other tasks, or with the same ones at the same addresses.
+        task_type: The job of this task, in the place of theirs.
+        task_id: Its index.
+
+    Raises:
+        ClusterSpecError: Two give one task different addresses, or one address to different tasks.
+    """
+
+    def __init__(self, *resolvers: Resolver, task_type: str | None = None, task_id: int | None = None) -> None:
+        if not resolvers:
+            raise ClusterSpecError("a UnionResolver joins resolvers, got none; name those to join")
+        jobs: dict[str, dict[int, str | None]] = {}
+        for resolver in resolvers:
+            for task in resolver.cluster_spec().tasks:
+                address = None if task.address is None else str(task.address)
+                known = jobs.setdefault(task.job, {}).setdefault(task.index, address)
+                if known != address:
+                    raise ClusterSpecError(
+                        f"{task.name} is at {known} for one resolver and at {address} for another; leave one out"
+                    )
+        first = next((each for each in resolvers if each.task_type is not None), resolvers[0])
+        if task_type is None and task_id is None:
+            task_type, task_id = first.task_type, first.task_id
+        names = ", ".join(type(each).__name__ for each in resolvers)
+        super().__init__(
+            f"the union of {names}",
+            ClusterSpec(jobs),
+            task_type,
+            task_id,
+            local=(first.local_id, first.num_local_tasks),
+            accelerators=first._accelerators,
+        )

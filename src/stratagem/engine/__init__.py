@@ -1,0 +1,1 @@
+"""Runs a call on all replicas: recipes, steps, agreement."""

@@ -1,0 +1,177 @@
+"""What a child is asked to do: join a strategy, take objects, run, give results and state.
+
+The controller sends these functions by name; the objects in their arguments travel as references.
+They keep what belongs to this child: its runtimes, the functions it was sent, results that wait.
+"""
+
+import gc
+import os
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from stratagem.collectives.reconnecting import Meet
+from stratagem.devices.device import LogicalDevice
+from stratagem.devices.serving import serve_for_life
+from stratagem.engine.random_numbers import seed_of
+from stratagem.engine.recipe import Run, Settings
+from stratagem.engine.replica import Runtime
+from stratagem.engine.strategy_in_replica import StrategyInReplica
+from stratagem.objects import per_replica, state_diff
+from stratagem.objects.functions import ReceivedFunctions
+from stratagem.processes.allocator import keep_freed_memory
+from stratagem.processes.child import this_child
+from stratagem.processes.region import Region
+
+
+class Answer(NamedTuple):
+    """What comes back from a run: whether parameters are still to be published, how long it computed, the result."""
+
+    unsettled: bool
+    busy_s: float
+    result: Any
+
+
+def join(
+    key: int,
+    rank: int,
+    device: LogicalDevice,
+    settings: Settings,
+    meeting: Region,
+    scratch: Region,
+    strategy: StrategyInReplica,
+    meet: Meet | None = None,
+) -> None:
+    """Makes this child a replica of a strategy, on its device."""
+    this_child().registry.add(0, strategy)  # type: ignore[union-attr]
+    if device.memory_limit_bytes is None:
+        keep_freed_memory()
+    if device.torch_device.type == "cpu":
+        serve_for_life(device)
+        if hasattr(os, "SCHED_BATCH"):
+            # Replicas that share a core then take turns less often, and each has the cache longer.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    else:
+        torch.accelerator.set_device_index(device.torch_device)
+    _joined[key] = Runtime(rank, settings, meeting, scratch, strategy, meet=meet)
+
+
+def enter(key: int, runtime: Runtime) -> None:
+    """Makes a replica known that another part of the library has made in this child."""
+    _joined[key] = runtime
+
+
+def runtime_of(key: int) -> Runtime:
+    """This child's replica of a strategy."""
+    return _joined[key]
+
+
+def connect(key: int, path: str) -> None:
+    """Connects this replica to the others; all do so at once."""
+    if (link := _joined[key].copies.link) is not None:
+        link.connect(path)
+
+
+def disconnect(key: int) -> None:
+    """Cuts this replica's connections, after a run that failed."""
+    if (link := _joined[key].copies.link) is not None:
+        link.disconnect()
+
+
+def adopt_variables(key: int, variables: Sequence[Any]) -> None:
+    """Takes tensors that the controller has distributed."""
+    child, copies = this_child(), _joined[key].copies
+    for placed in variables:
+        tensors = copies.build(placed)
+        for name, tensor in tensors.items():
+            child.registry.add(name, tensor)  # type: ignore[union-attr]
+        copies.add(placed, tensors)
+
+
+def adopt_objects(key: int, objects: dict[int, Any]) -> None:
+    """Takes objects that the controller has distributed."""
+    child = this_child()
+    for name, obj in objects.items():
+        child.registry.add(name, obj)  # type: ignore[union-attr]
+    _joined[key].add_objects(objects)
+
+
+def run(
+    key: int,
+    call: Run,
+    prepared: tuple[int, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    unwanted: Sequence[int],
+) -> "Answer":
+    """Runs the user's function as this child's replica; drops results that nobody asked for."""
+    for number in unwanted:
+        _results.values.pop(number, None)
+    runtime = _joined[key]
+    function = _functions.take(prepared)
+    runtime.copies.receive(call.written)
+    state_diff.apply(call.changes, this_child().registry.resolve)  # type: ignore[union-attr]
+    if call.seed is not None:
+        seed_everything(seed_of(call.seed, runtime.global_rank))
+    with state_diff.surrounded_by(call.surroundings):
+        result = runtime.execute(call, function, args, kwargs)
+    return Answer(runtime.unsettled, runtime.busy_s, per_replica.pack_result(result, _results))
+
+
+def publish_written(key: int) -> None:
+    """Takes part in the meeting in which all make known what they wrote to after the last update."""
+    _joined[key].publish_written()
+
+
+def fetch(number: int) -> Any:
+    """A result that stayed here until somebody asked for it."""
+    return _results.values.pop(number)
+
+
+def optimizer_state(key: int, name: int) -> Any:
+    """This replica's chunk of an optimizer's state."""
+    return _joined[key].updates[name].state()
+
+
+def load_optimizer_state(key: int, name: int, states: dict[int, dict[str, Any]]) -> None:
+    """Takes this replica's chunk of an optimizer's state."""
+    _joined[key].updates[name].load(states)
+
+
+def load_whole_state(key: int, name: int, state: dict[str, Any]) -> None:
+    """Takes the state of an optimizer that runs whole in every replica."""
+    optimizer = this_child().registry.resolve(name)  # type: ignore[union-attr]
+    type(optimizer).load_state_dict(optimizer, state)
+
+
+def drop(key: int, names: Sequence[int]) -> None:
+    """Lets go of what the program has dropped."""
+    child = this_child()
+    _joined[key].drop(names)
+    for name in names:
+        child.registry.remove(name)  # type: ignore[union-attr]
+    _functions.clear()
+    gc.collect()
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds all random numbers that a step or the loading of its data may draw."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # data sets still draw from the global one
+    random.seed(seed)
+
+
+class _Results:
+    """Values that wait to be fetched."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, Any] = {}
+        self.next_number = 0
+
+
+_functions = ReceivedFunctions()
+_joined: dict[int, Runtime] = {}
+_results = _Results()

@@ -1,0 +1,114 @@
+"""Knows where the running code is: in which strategy's scope, in which replica's run.
+
+Owns the stacks of open scopes and runs, and the public questions about them.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from stratagem.collectives.collective import Collective
+from stratagem.errors import StrategyError
+from stratagem.objects.per_replica import PerReplica
+
+if TYPE_CHECKING:
+    from stratagem.engine.replica import Runtime
+
+
+@final
+class ReplicaContext:
+    """What code inside `strategy.run` can ask and do; `sg.get_replica_context()` gives it.
+
+    Args:
+        rank: Which replica this is.
+        collective: How it exchanges tensors with the others.
+        strategy: The strategy, as this replica sees it.
+        updating: Makes an update of variables that others update at the same time.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        collective: Collective,
+        strategy: Any,
+        updating: Callable[[Callable[[], None]], None] = lambda update: update(),
+    ) -> None:
+        self._rank = rank
+        self._collective = collective
+        self._updating = updating
+        self.strategy = strategy
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The number of this replica, from 0."""
+        return self._rank
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas work together."""
+        return self._collective.size
+
+    def all_reduce(self, op: str, value: Any) -> Any:
+        """The sum, mean, max or min over all replicas of a tensor, or of each in a nesting."""
+        return torch.utils._pytree.tree_map(lambda each: self._collective.all_reduce(torch.as_tensor(each), op), value)
+
+    def all_gather(self, value: Any, axis: int = 0) -> Any:
+        """The tensors of all replicas, one after the other along an axis."""
+        return torch.utils._pytree.tree_map(
+            lambda each: torch.cat(self._collective.all_gather(torch.as_tensor(each)), dim=axis), value
+        )
+
+    def update(self, function: Callable[[], None]) -> None:
+        """Calls a function that updates variables without an optimizer of torch's.
+
+        Workers of a parameter server, who update the same variables, do it one after the other, each to the newest
+        values. Elsewhere it is just called.
+        """
+        self._updating(function)
+
+    def merge_call(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
+        """Calls `function(strategy, ...)` with the tensors of all replicas, when all have come here.
+
+        Each process calls it, with the same values: the arguments are `PerReplica` in all of them.
+        """
+        merged = torch.utils._pytree.tree_map(
+            lambda each: PerReplica(self._collective.all_gather(torch.as_tensor(each))), args
+        )
+        return function(self.strategy, *merged)
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.scopes: list[Any] = []  # strategies
+        self.replicas: list[ReplicaContext] = []
+
+
+state = _State()
+
+# The runtimes of all open strategies of this process, and of the runs that it is in, innermost last.
+open_runtimes: "list[Runtime]" = []
+current_runs: "list[Runtime]" = []
+
+
+def has_strategy() -> bool:
+    """Whether the code runs inside the scope of a strategy, or in one of its replicas."""
+    return bool(state.scopes or state.replicas)
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The replica that the code runs in, or `None` outside `strategy.run`."""
+    return state.replicas[-1] if state.replicas else None
+
+
+def in_cross_replica_context() -> bool:
+    """Whether the code runs in the controller, outside any replica."""
+    return not state.replicas
+
+
+def require_controller(what: str) -> None:
+    """Refuses what only the main program may do."""
+    if state.replicas:
+        rank = state.replicas[-1].replica_id_in_sync_group
+        raise StrategyError(f"{what} was called inside replica {rank}; call it in the main program, outside run()")

@@ -1,0 +1,245 @@
+"""Gives the replicas what is made in a scope, and keeps them up to date with it.
+
+Where tensors lie is up to `copies`; modules, optimizers, schedulers and scalers are sent once and
+from then on travel as references. Between runs the controller's objects are ordinary ones: what it
+changes in them is found and passed on at the next run.
+"""
+
+import gc
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stratagem.engine import child_calls
+from stratagem.engine.replica import Runtime
+from stratagem.errors import StrategyError
+from stratagem.objects import state_diff
+from stratagem.objects.tracking import Tracker
+from stratagem.processes.packing import can_be_packed, find_unsendable, pack
+from stratagem.processes.registry import Registry
+from stratagem.variables.agreement import settings_of
+from stratagem.variables.slices import SplitUpdate, whole_state
+
+if TYPE_CHECKING:
+    from stratagem.engine.lockstep import LocalReplicas
+
+
+@final
+class Distribution:
+    """The distributed objects of one strategy, in the controller.
+
+    Args:
+        replicas: Who they are given to.
+    """
+
+    def __init__(self, replicas: "LocalReplicas") -> None:
+        self.registry = Registry(keeps=False)
+        self.tracker = Tracker()
+        self._replicas = weakref.proxy(replicas)
+        self._names = itertools.count(1)
+        self._reloaded: set[int] = set()  # optimizers that run whole, whose state the others must take
+        self._state: state_diff.Snapshot = {}
+
+    @torch.inference_mode(mode=False)  # tensors that are placed now are trained later
+    def bring_up_to_date(self, own: Runtime) -> None:
+        """Distributes new objects, and the state of optimizers that the controller gave them."""
+        dropped = self.registry.take_dropped()
+        if dropped:
+            self._replicas.forget_functions()
+            self._replicas.ask_children(child_calls.drop, self._replicas.key, dropped)
+            own.drop(dropped)
+        # What a distributed module holds is distributed too, wherever it was made.
+        self.tracker.note(*state_diff.unknown_parts(self.registry.live().values(), self.registry))
+        if own.settings.num_machines > 1 and self.tracker.has_news:
+            gc.collect()  # what is garbage must be so on all machines, whenever their collectors come round
+        made = self.tracker.take()
+        if made:
+            try:
+                self._check(made)
+                self._distribute(made, own)
+            except BaseException:
+                self.tracker.put_back([obj for obj in made if obj not in self.registry])
+                raise
+        live = self.registry.live()
+        for obj in live.values():
+            if isinstance(obj, torch.optim.Optimizer):
+                self._check_optimizer(obj, set())  # groups may have been added
+        # What is kept once, the others do not need.
+        reloaded, self._reloaded = (set() if own.settings.kept_on else self._reloaded), set()
+        for name in reloaded & live.keys():
+            optimizer = live[name]
+            state = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, type(optimizer).state_dict(optimizer))
+            self._replicas.ask_children(child_calls.load_whole_state, self._replicas.key, name, state)
+
+    def changes(self) -> state_diff.Snapshot:
+        """What the controller changed in distributed objects since the last run, besides tensors."""
+        return state_diff.difference(self._state, state_diff.snapshot(self._controlled()))
+
+    def note_state(self) -> None:
+        """Takes the state after a run, which is the same in all replicas, as the one to compare with."""
+        self._state = state_diff.snapshot(self._controlled())
+
+    def forget_state(self, own: Runtime) -> None:
+        """After a run that failed replicas may be in different states: the next run sends everything."""
+        self._state = state_diff.hooks_only(self._state)
+        optimizers = {name for name, obj in self.registry.live().items() if isinstance(obj, torch.optim.Optimizer)}
+        self._reloaded = optimizers - own.updates.keys()
+        own.copies.forget_state()
+
+    def _controlled(self) -> dict[int, Any]:
+        named = self.registry.live()
+        named.pop(0, None)
+        return named
+
+    def reference_in_run(self, obj: Any) -> int | None:
+        """The name of an object that a function mentions; refuses models that were made elsewhere."""
+        name = self.registry.reference(obj)
+        if name is None and isinstance(obj, torch.nn.Module | torch.optim.Optimizer | torch.nn.Parameter):
+            self._refuse(obj)
+        return name
+
+    def _refuse(self, obj: Any) -> None:
+        self.tracker.refuse_if_elsewhere(obj)
+        where = "created outside strategy.scope(); create it inside `with strategy.scope():`, or call strategy.adopt"
+        if isinstance(obj, torch.nn.Module):
+            number = len(list(obj.parameters()))
+            if number or list(obj.buffers()):
+                raise StrategyError(f"model {type(obj).__name__} ({number} parameters) was {where}(model)")
+        elif isinstance(obj, torch.optim.Optimizer):
+            raise StrategyError(f"optimizer {type(obj).__name__} was {where}(optimizer), after the model")
+        else:
+            raise StrategyError(f"a parameter of shape {tuple(obj.shape)} was {where}(its module)")
+
+    def _distribute(self, made: Sequence[Any], own: Runtime) -> None:
+        others = {next(self._names): each for each in made if not isinstance(each, torch.Tensor)}
+        modules = [each for each in others.values() if isinstance(each, torch.nn.Module)]
+        tensors: dict[int, torch.Tensor] = {id(each): each for each in made if isinstance(each, torch.Tensor)}
+        for module in modules:
+            for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                tensors.setdefault(id(tensor), tensor)
+        labels = _labels(modules)
+        named = [(next(self._names), each) for each in tensors.values() if each not in self.registry]
+        self._require_sendable(others, {id(tensor): name for name, tensor in named})
+        settings = [settings_of(each) for each in others.values() if isinstance(each, torch.optim.Optimizer)]
+        self._replicas.make_equal([tensor for _, tensor in named], labels, settings)
+        variables = own.copies.place(named, labels)
+        self._replicas.ask_children(child_calls.adopt_variables, self._replicas.key, variables)
+        for name, tensor in named:
+            self.registry.add(name, tensor)
+        for placed in variables:
+            own.copies.add(placed, dict(named))
+        self._state |= state_diff.snapshot(dict(named))
+        self._replicas.ask_children(child_calls.adopt_objects, self._replicas.key, others)
+        for name, obj in others.items():
+            self.registry.add(name, obj)
+        own.add_objects(others)
+        for name, obj in others.items():
+            if name in own.updates:
+                self._show_whole_state(own.updates[name], name)
+            elif isinstance(obj, torch.optim.Optimizer):
+                self._pass_on_state(obj, name)
+        # Of the new ones only: what was changed in others has not been sent yet.
+        self._state |= state_diff.snapshot({**dict(named), **others})
+
+    def _require_sendable(self, objects: dict[int, Any], names: dict[int, int]) -> None:
+        """Refuses objects that cannot travel, before anything is placed.
+
+        Args:
+            objects: What is to be sent.
+            names: Those that tensors in them will have, by `id`.
+        """
+
+        def reference(obj: Any) -> int | None:
+            return names.get(id(obj)) or self.registry.reference(obj)
+
+        try:
+            pack(objects, reference)
+        except Exception as error:
+            refused = [each for each in objects.values() if not can_be_packed(each, reference)]
+            inner = [each for each in refused if not _holds_one_of(each, refused)]
+            part, where = find_unsendable((inner or [objects])[0], lambda each: can_be_packed(each, reference))
+            raise StrategyError(
+                f"a {type(part).__name__} cannot be sent to the replicas{f' ({where})' if where else ''}: {error}. "
+                f"Make it where it is used, or leave it out"
+            ) from error
+
+    def _check(self, made: Sequence[Any]) -> None:
+        """Refuses what cannot be distributed, before anything is."""
+        new = {id(each) for each in made}
+        for obj in made:
+            if isinstance(obj, torch.nn.Module):
+                new |= {id(each) for each in obj.parameters(recurse=False)}
+                if any(map(torch.nn.parameter.is_lazy, obj.parameters(recurse=False))):
+                    raise StrategyError(
+                        "a lazy module has no shape yet; call it once on an example inside the scope, before the "
+                        "first run"
+                    )
+        for obj in made:
+            if isinstance(obj, torch.optim.Optimizer):
+                self._check_optimizer(obj, new)
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer, new: set[int]) -> None:
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        foreign = [each for each in parameters if each not in self.registry and id(each) not in new]
+        if foreign:
+            self.tracker.refuse_if_elsewhere(foreign[0])
+            raise StrategyError(
+                f"optimizer {type(optimizer).__name__} holds {len(foreign)} parameter(s) that this strategy does not "
+                f"manage (first: shape {tuple(foreign[0].shape)}): their model was made outside strategy.scope(). Make "
+                f"it inside, before the optimizer, or call strategy.adopt(model)"
+            )
+
+    def _whole_state(self, update: SplitUpdate, name: int) -> dict[torch.Tensor, dict[str, Any]]:
+        chunks = self._replicas.ask_children(child_calls.optimizer_state, self._replicas.key, name)
+        return whole_state(update.optimizer, [update.state(), *chunks])
+
+    def _show_whole_state(self, update: SplitUpdate, name: int) -> None:
+        """Lets the controller's optimizer show and take the state that is spread over the replicas."""
+        kind, distribution = type(update.optimizer), weakref.proxy(self)
+
+        def gather() -> dict[str, Any]:
+            optimizer = update.optimizer
+            optimizer.state.update(distribution._whole_state(update, name))
+            try:
+                return kind.state_dict(optimizer)
+            finally:
+                optimizer.state.clear()
+
+        def scatter(state: dict[str, Any]) -> None:
+            kind.load_state_dict(update.optimizer, state)
+            states = update.take_whole_state()
+            replicas = distribution._replicas
+            replicas.ask_children(child_calls.load_optimizer_state, replicas.key, name, states)
+
+        update.optimizer.state_dict = gather  # type: ignore[method-assign]
+        update.optimizer.load_state_dict = scatter  # type: ignore[method-assign,assignment]
+
+    def _pass_on_state(self, optimizer: torch.optim.Optimizer, name: int) -> None:
+        """Lets all replicas have the state that the controller loads into an optimizer that runs whole."""
+        kind, own, distribution = type(optimizer), weakref.ref(optimizer), weakref.proxy(self)
+
+        def load(state: dict[str, Any]) -> None:
+            kind.load_state_dict(cast(torch.optim.Optimizer, own()), state)
+            distribution._reloaded.add(name)
+
+        optimizer.load_state_dict = load  # type: ignore[method-assign,assignment]
+
+
+def _holds_one_of(obj: Any, others: Sequence[Any]) -> bool:
+    inside = {id(each) for each in obj.modules() if each is not obj} if isinstance(obj, torch.nn.Module) else set()
+    return any(id(each) in inside for each in others)
+
+
+def _labels(modules: Sequence[torch.nn.Module]) -> dict[int, str]:
+    """The full name of each tensor, as its outermost module has it."""
+    inner = {id(child) for module in modules for child in module.children()}
+    labels: dict[int, str] = {}
+    for module in modules:
+        if id(module) not in inner:
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                labels.setdefault(id(tensor), name)
+    return labels

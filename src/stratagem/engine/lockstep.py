@@ -1,0 +1,401 @@
+"""Drives the replicas of one machine: this process as replica 0 and its children as the others.
+
+Owns their life from the first scope to the close, and the course of one run: bring the children up
+to date, call the function everywhere, collect, and choose the error that is shown. Where variables
+live is decided by `distribution`; strategies only choose how these parts are put together.
+"""
+
+import atexit
+import contextlib
+import functools
+import itertools
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stratagem._caller import calling_line
+from stratagem.collectives.shared_memory import SharedMemory
+from stratagem.collectives.signals import PeerAborted, Signals
+from stratagem.devices.device import LogicalDevice
+from stratagem.devices.inventory import this_process
+from stratagem.engine import backward, child_calls
+from stratagem.engine.attending import Fatal, attend, causes
+from stratagem.engine.connecting import connect
+from stratagem.engine.distribution import Distribution
+from stratagem.engine.joining import Elsewhere, join
+from stratagem.engine.lifecycle import Holdings
+from stratagem.engine.machines import Alone, Workers
+from stratagem.engine.nonfinite import NonFinite
+from stratagem.engine.random_numbers import RandomNumbers
+from stratagem.engine.recipe import Run, Settings
+from stratagem.engine.replica import Runtime
+from stratagem.engine.stragglers import Stragglers
+from stratagem.errors import ReplicaError, StratagemError, StrategyError
+from stratagem.objects import per_replica
+from stratagem.objects.functions import FunctionCache
+from stratagem.processes.affinity import seated
+from stratagem.processes.allocator import freed_memory_kept
+from stratagem.processes.group import ReplicaGroup, raise_first
+from stratagem.processes.interrupts import Interrupts
+from stratagem.processes.region import Region
+from stratagem.variables import agreement
+
+_keys = itertools.count(1)
+
+
+@final
+class LocalReplicas:
+    """The replicas of one strategy on this machine.
+
+    Args:
+        owner: The strategy, whose name errors show.
+        devices: Where the replicas compute.
+        settings: What all replicas have in common.
+        stall_timeout_s: How long replicas wait for another before it counts as stalled.
+        workers: Those of other machines that train together with this one.
+        elsewhere: Where the other replicas are, if not on this machine.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        devices: Sequence[LogicalDevice],
+        settings: Settings,
+        stall_timeout_s: float,
+        workers: Workers | None = None,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
+        self.distribution = Distribution(self)
+        self.key = next(_keys)
+        self._owner_ref = weakref.ref(owner)
+        self._devices = tuple(devices)
+        self._settings = settings
+        self._workers = workers or Alone()
+        self._workers.fatal = Fatal
+        self._elsewhere = elsewhere
+        self._group = ReplicaGroup(
+            len(devices) - 1,
+            registry=self.distribution.registry,
+            stall_timeout_s=stall_timeout_s,
+            children=elsewhere.children if elsewhere is not None else None,
+        )
+        self._functions = FunctionCache(self.distribution.registry.__contains__)
+        self._started = contextlib.ExitStack()
+        self._process = os.getpid()
+        self._random_numbers = RandomNumbers(settings.first, apart=settings.num_machines > 1)
+        self._stragglers = Stragglers()
+        self._num_runs = 0
+        self._nonfinite = NonFinite(settings.on_nonfinite)
+        self._unwanted: list[tuple[int, int]] = []
+        self._join: tuple[Region, Region] | None = None  # what children are given, until they have it
+        self.closed_at: str | None = None
+        self.runtime: Runtime | None = None
+        self._ending = self._end_when_dropped()
+        _open.add(self)
+        backward.install()
+
+    @property
+    def _owner(self) -> Any:
+        return self._owner_ref()  # alive in all that it does, and in results that wait to be fetched
+
+    def begin(self) -> Runtime:
+        """Takes what the replicas need and lets the fork server start, the first time; waits for nothing."""
+        self.require_usable()
+        if self.runtime is not None:
+            return self.runtime
+        size = len(self._devices)
+        self._started.enter_context(this_process().in_use(f"{type(self._owner).__name__}()"))
+        if self._devices[0].memory_limit_bytes is None:
+            self._started.enter_context(freed_memory_kept())
+        meeting = Region.create(Signals.num_bytes(size))
+        scratch = Region.create(SharedMemory.num_bytes(size))
+        meet = self._elsewhere.meet if self._elsewhere is not None else None
+        self.runtime = Runtime(0, self._settings, meeting, scratch, self._owner, self._workers.between, meet)
+        self.runtime.signals.reset()
+        self.runtime.signals.attend = functools.partial(attend, self._group)
+        self.distribution.registry.add(0, self._owner)
+        self._join = meeting, scratch
+        self._ending.detach()
+        self._ending = self._end_when_dropped()
+        if size > 1:
+            with self._or_end():
+                self._group.begin()
+        return self.runtime
+
+    def start(self) -> Runtime:
+        """Starts the children, the first time: until then the program has built its model while torch loaded."""
+        own = self.begin()
+        if self._join is None:
+            return own
+        (meeting, scratch), self._join = self._join, None
+        if len(self._devices) > 1:
+            with self._or_end():
+                self._group.start()
+                if self._elsewhere is not None:
+                    self._elsewhere.join(self._group, self.key, self._settings, self._devices)
+                else:
+                    join(self._group, self.key, self._settings, self._devices, meeting, scratch)
+        self._connect(own)
+        return own
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the function in every replica and joins what they return."""
+        own = self.start()
+        self._connect(own)
+        self.distribution.bring_up_to_date(own)
+        self._num_runs += 1
+        counts_here = per_replica.counts_of(args, kwargs)
+        with self.with_workers():
+            call = self._next_call(own, counts_here)
+        self._group.run_number = self._num_runs
+        with Interrupts() as interrupts:
+            with self.with_workers():
+                self._send(call, function, args, kwargs)
+            # A child that fails before it has begun to run cannot end the waits of the others itself.
+            self._group.on_failure = functools.partial(self._abort, own)
+            try:
+                error, result = self._run_here(own, interrupts, call, function, args, kwargs)
+                if error is None:
+                    # While the others finish: the state is the same in all, and after a failure it is forgotten.
+                    self.distribution.note_state()
+                    own.copies.note_state()
+                    self._random_numbers.note_run()
+                answers = self._collect(interrupts)
+            finally:
+                self._group.on_failure = _nothing
+            failures = causes(self._group)
+            if error is not None or failures or own.signals.aborted:
+                self._forget_results(answers)
+                self.forget_functions()
+                own.signals.reset()
+                self._disconnect(own)
+                self.distribution.forget_state(own)
+                with self.with_workers():
+                    raise_first(error, failures)
+            if own.unsettled or any(answer.unsettled for answer in answers):
+                self._publish_written(own)
+        try:
+            self._nonfinite.judge(own.take_skipped(), updated=own.updated, run_number=self._num_runs)
+            self._stragglers.note([own.busy_s, *(answer.busy_s for answer in answers)], counts_here)
+            results = [result, *(answer.result for answer in answers)]
+            # A result that waits in its replica keeps the strategy; the notice that nobody wants it does not.
+            fetch = functools.partial(self._fetch, self._owner)
+            return per_replica.join_results(results, counts_here, fetch, self._unwanted.append)
+        except BaseException:
+            self._forget_results(answers)
+            raise
+
+    def _next_call(self, own: Runtime, counts_here: tuple[int, ...] | None) -> Run:
+        try:
+            seed, changes = self._random_numbers.new_seed(), self.distribution.changes()
+            written = own.copies.take_written()
+            if self._workers.size > 1:
+                written.told.update(agreement.changed_objects(changes, self.distribution.registry.resolve))
+            counts, writer = self._workers.meet(self._num_runs, counts_here, own.copies.take_wrote(), written.told)
+            if writer is not None:
+                own.copies.take_from(writer)
+            return Run(self._num_runs, counts, seed, changes, written)
+        except BaseException:
+            self.distribution.forget_state(own)  # some of what was found may count as told
+            raise
+
+    def tell_others(self, error: BaseException) -> None:
+        """Tells other machines that this program cannot go on."""
+        if self.closed_at is None and os.getpid() == self._process:
+            self._workers.fail(error)
+
+    def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str], settings: Sequence[str]) -> None:
+        """Lets replicas of all machines start from the same values."""
+        with self.with_workers():
+            self._workers.make_equal(tensors, labels, settings)
+
+    @contextlib.contextmanager
+    def with_workers(self) -> Iterator[None]:
+        """A block after whose failure other machines, if there are any, cannot go on."""
+        if self._workers.size == 1:
+            yield
+            return
+        with self._or_end():
+            yield
+
+    def _forget_results(self, answers: Sequence[Any]) -> None:
+        """Lets replicas drop what they keep for results that nobody will get."""
+        for rank, answer in enumerate(answers, start=1):
+            for leaf in pytree.tree_leaves(answer.result if isinstance(answer, child_calls.Answer) else None):
+                if isinstance(leaf, per_replica.Remote):
+                    self._unwanted.append((rank, leaf.number))
+
+    def _publish_written(self, own: Runtime) -> None:
+        """Lets all replicas make known what they wrote to after their last update."""
+        with self._or_end():
+            self._group.call_all(child_calls.publish_written, self.key)
+            own.publish_written()
+            self._group.collect()
+            raise_first(None, causes(self._group))
+
+    @contextlib.contextmanager
+    def _or_end(self) -> Iterator[None]:
+        """A block after whose failure the replicas cannot go on."""
+        try:
+            yield
+        except Fatal as fatal:
+            self.end(fatal.error)
+            raise fatal.error from None
+        except BaseException as error:
+            self.end(error)
+            raise
+
+    def _send(self, call: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Sends every child its part of a run; what cannot be sent is an error before anything runs."""
+        prepared = self._functions.prepare(function)
+        unwanted = self._unwanted[:]
+        del self._unwanted[: len(unwanted)]
+        try:
+            self._group.call(
+                child_calls.run,
+                [
+                    (
+                        *(self.key, call, prepared, *per_replica.select((args, kwargs), rank, sent=True)),
+                        [number for owner, number in unwanted if owner == rank],
+                    )
+                    for rank in range(1, len(self._devices))
+                ],
+                self.distribution.reference_in_run,
+            )
+        except BaseException as error:
+            if any(each.busy for each in self._group.replicas):  # some have it, or a half of it
+                self.end(error)
+            self.forget_functions()
+            if self.runtime is not None:
+                self.distribution.forget_state(self.runtime)  # what the children were not told, they are told next time
+            self._unwanted += unwanted
+            raise
+
+    def forget_functions(self) -> None:
+        """Sends functions anew the next time: something that they used is gone."""
+        self._functions = FunctionCache(self.distribution.registry.__contains__)
+
+    def ask_children(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Calls a function of the library in every child."""
+        if len(self._devices) == 1:
+            return []
+        self._group.call_all(function, *arguments)
+        answers = self._collect()
+        raise_first(None, self._group.failures())
+        return answers
+
+    def close(self) -> None:
+        """Ends the children; distributed objects become plain ones, with all of their state."""
+        if self.closed_at is None and os.getpid() == self._process:
+            try:
+                self._holdings().bring_state_home()
+            finally:
+                self.end()
+
+    def end(self, cause: BaseException | None = None) -> None:
+        """Ends the children at once; nothing can be run any more."""
+        because = f" because {type(cause).__name__}: {cause}" if isinstance(cause, StratagemError) else ""
+        self.closed_at = self.closed_at or calling_line() + because
+        _open.discard(self)
+        if cause is not None:
+            self._workers.fail(cause)
+        self._ending.detach()
+        self._holdings().end()
+
+    def _end_when_dropped(self) -> "weakref.finalize[..., Any]":
+        """Lets the children end, as far as they are there by now, when the program has dropped the strategy."""
+        ending = weakref.finalize(self, self._holdings().close)
+        ending.atexit = False  # `_close_all` is sooner
+        return ending
+
+    def _holdings(self) -> Holdings:
+        registry, tracker = self.distribution.registry, self.distribution.tracker
+        return Holdings(self.key, self._group, self.runtime, registry, tracker, self._workers, self._started)
+
+    def require_usable(self) -> None:
+        """Refuses use after the end, and in a process that was forked from the controller."""
+        name = type(self._owner).__name__
+        if self.closed_at is not None:
+            raise StrategyError(f"{name} was closed at {self.closed_at}; make a new one")
+        if os.getpid() != self._process:
+            raise StrategyError(
+                f"{name} belongs to process {self._process} and cannot be used in {os.getpid()}, which was forked "
+                f"from it; use it in the main program only"
+            )
+
+    def _connect(self, own: Runtime) -> None:
+        """Connects the replicas, where they do not share all memory and are not connected yet."""
+        if own.copies.link is not None and not own.copies.link.connected:
+            with self._or_end():
+                lasting = self._started if own.device.type != "cpu" else None  # NCCL needs the file while it lives
+                connect(self._group, self.key, own.copies.link, lasting)
+
+    def _disconnect(self, own: Runtime) -> None:
+        """Ends sums that some replicas have begun and others never will, after a run that failed."""
+        link = own.copies.link
+        if link is not None and link.connected:
+            with contextlib.suppress(ReplicaError):  # the error of the run was the first
+                self._group.call_all(child_calls.disconnect, self.key)
+                link.disconnect()
+                self._collect()
+
+    def _run_here(
+        self,
+        own: Runtime,
+        interrupts: Interrupts,
+        call: Run,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[BaseException | None, Any]:
+        try:
+            seat = seated(self._devices[0]) if len(self._devices) > 1 else contextlib.nullcontext()
+            with interrupts.allowed(), seat, self._random_numbers.of_replica(call.seed):
+                return None, own.execute(call, function, per_replica.select(args, 0), per_replica.select(kwargs, 0))
+        except PeerAborted:
+            return None, None
+        except Fatal as fatal:
+            self.end(fatal.error)
+            raise fatal.error from None
+        except BaseException as error:
+            self._abort(own)  # also if it came before the function began
+            return error, None
+
+    def _abort(self, own: Runtime) -> None:
+        """Ends the waits of all replicas in a run that has failed."""
+        own.signals.abort()
+        self._group.abort()
+
+    def _collect(self, interrupts: Interrupts | None = None) -> list[Any]:
+        with self._or_end(), interrupts.allowed() if interrupts is not None else contextlib.nullcontext():
+            return self._group.collect()
+
+    def _fetch(self, owner: Any, rank: int, number: int) -> Any:
+        """Brings a result from its replica; its `owner` only has to live as long as that may be asked for."""
+        self.require_usable()
+        try:
+            return self._group.ask(self._group.replicas[rank - 1], child_calls.fetch, number)
+        except (KeyboardInterrupt, ReplicaError) as error:
+            self.end(error)
+            raise
+
+
+def _nothing() -> None:
+    """Outside runs nobody waits for a child but the one who asked it."""
+
+
+_open: "weakref.WeakSet[LocalReplicas]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    error = getattr(sys, "last_value", None)  # what has ended the program, if anything
+    for replicas in list(_open):
+        if error is not None:
+            replicas.tell_others(error)
+        replicas.close()

@@ -1,0 +1,196 @@
+"""Results that are not there yet: what `run`, `reduce`, `gather` and `local_results` give while workers compute.
+
+A program that reads each loss only now and then keeps all workers busy: nothing waits before a value is read.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from stratagem.errors import StrategyError
+from stratagem.objects import per_replica
+
+if TYPE_CHECKING:
+    from stratagem.engine.queued.step import Step
+
+_DEEPEST = 50  # sums of results that wait for each other; longer ones are computed on the way
+
+
+@final
+class Pending:
+    """A value that workers may not have computed yet; it stands for the value itself, and waits when it is read.
+
+    To read is to look at its number, text, type, length or attributes, or to give it to a function of torch or numpy.
+    Sums, products and the like of values that are not there yet are not there either. If a step has failed, its error
+    is raised by whoever reads.
+
+    Args:
+        make: Gives the value; waits.
+        steps: Those that it needs.
+        gives_parts: Whether a part of it is a pending value as well, and not waited for.
+        num_parts: How many it will have, as far as anybody can know; else it is waited for to unpack it.
+        depth: How many others are computed on the way.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        steps: "Sequence[Step]",
+        *,
+        gives_parts: bool = False,
+        num_parts: int | None = None,
+        depth: int = 0,
+    ) -> None:
+        self._make: Callable[[], Any] | None = make
+        self._steps = steps
+        self._gives_parts = gives_parts
+        self._num_parts = num_parts
+        self._depth = depth
+        self._value: Any = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it can be read without waiting."""
+        return all(step.is_done for step in self._steps)
+
+    def wait(self) -> Any:
+        """The value itself."""
+        if self._make is not None:
+            self._value = self._make()
+            self._make, self._steps, self._depth = None, (), 0
+        return self._value
+
+    def __getitem__(self, key: Any) -> Any:
+        return pending(operator.getitem, self, key, gives_parts=True) if self._gives_parts else self.wait()[key]
+
+    def __len__(self) -> int:
+        value = self.wait()
+        if isinstance(value, torch.Tensor) and not value.dim():
+            raise TypeError(
+                "a single number has no length; torch.tensor(results) asks for it, make torch.stack(results) of them"
+            )
+        return len(value)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._make is None or self._num_parts is None:
+            return iter(self.wait())
+        number = self._num_parts
+        return iter([pending(_part_of, self, place, number, gives_parts=True) for place in range(number)])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)  # whoever asks only looks whether there is one
+        return getattr(self.wait(), name)
+
+    @property  # type: ignore[misc]  # so that `isinstance` sees the value
+    def __class__(self) -> Any:
+        return type(self.wait())
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return np.asarray(self.wait(), *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _as_it_is, (self.wait(),)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*waited_for(args), **waited_for(kwargs or {}))
+
+
+def pending(function: Callable[..., Any], *given: Any, gives_parts: bool = False) -> Any:
+    """What a function makes of values of which some are not there yet, and of others as they are now.
+
+    They may be inside nestings.
+    """
+    needed = [each for each in pytree.tree_leaves(given) if type(each) is Pending]
+    steps = [step for each in needed for step in each._steps if not step.is_done or step.has_failed]
+    depth = 1 + max(each._depth for each in needed)
+    kept = with_leaves(_as_it_is_now, given)
+    made = Pending(lambda: function(*waited_for(kept)), steps, gives_parts=gives_parts, depth=depth)
+    if depth >= _DEEPEST:
+        made.wait()
+    return made
+
+
+def is_pending(value: Any) -> bool:
+    """Whether a nesting has values in it that workers may not have computed yet."""
+    return any(type(each) is Pending for each in pytree.tree_leaves(value))
+
+
+def waited_for(value: Any) -> Any:
+    """A nesting with everything in it that workers still compute."""
+    return with_leaves(lambda each: each.wait() if type(each) is Pending else each, value)
+
+
+def with_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """A nesting with what a function makes of its leaves.
+
+    Not by `tree_map`, which would take a StopIteration that a step has raised for its own end.
+    """
+    leaves, structure = pytree.tree_flatten(value)
+    return pytree.tree_unflatten([function(each) for each in leaves], structure)
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """What a function makes of results: at once of those that are there, later of the others."""
+    if not is_pending(value):
+        return function(value)
+    return pytree.tree_map(lambda each: pending(function, each) if type(each) is Pending else function(each), value)
+
+
+def joined(results: Sequence[Any], counts: tuple[int, ...] | None) -> Any:
+    """The results of workers, of equal structure, as one structure of per-replica values."""
+    return per_replica.join_results(list(results), counts, _nothing_stays)
+
+
+def _nothing_stays(rank: int, number: int) -> NoReturn:
+    raise LookupError(f"value {number} of worker {rank} has been sent")
+
+
+def _part_of(value: Any, place: int, num_parts: int) -> Any:
+    if len(value) != num_parts:
+        raise StrategyError(
+            f"a step returned {len(value)} values, an earlier one of the same function {num_parts}; return as many in "
+            f"every step, or call wait() on a result before it is unpacked"
+        )
+    return value[place]
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _as_it_is_now(value: Any) -> Any:
+    """What the program may write to before a result is read, as a copy; gradients still flow to the original."""
+    if type(value) is Pending:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: function(self.wait(), *waited_for(others))
+
+
+def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *others: pending(function, self, *others)
+
+
+def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: pending(function, other, self)
+
+
+for _name, _function in {
+    **{each.__name__: each for each in (float, int, complex, bool, hash, str, repr, format, round, dir)},
+    **{name: getattr(operator, name) for name in ("index", "eq", "ne", "lt", "le", "gt", "ge", "contains", "setitem")},
+}.items():
+    setattr(Pending, f"__{_name}__", _reading(_function))
+for _name in ("neg", "pos", "abs", "invert", "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"):
+    setattr(Pending, f"__{_name}__", _computing(getattr(operator, _name)))
+for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"):
+    setattr(Pending, f"__r{_name}__", _reflected(getattr(operator, _name)))

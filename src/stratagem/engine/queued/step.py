@@ -1,0 +1,66 @@
+"""A step that a worker of this machine is to do, or has done: what is called, and what came of it."""
+
+from collections.abc import Callable
+from typing import Any, final
+
+from stratagem.errors import ReplicaError
+from stratagem.processes.group import Failure
+
+
+@final
+class Step:
+    """One call of a function in a worker.
+
+    Args:
+        function: What is called.
+        args: Its arguments, as they are sent.
+        kwargs: Its keyword arguments.
+        told: What is sent with it besides, for whoever makes the message.
+        worker: Which worker must have it; `None` for any.
+        is_own: Whether it is a call of the library's own: it is not given to another worker.
+        run_number: Which run of the program it is of.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        told: Any = None,
+        worker: int | None = None,
+        is_own: bool = False,
+        run_number: int = 0,
+    ) -> None:
+        self.function, self.args, self.kwargs, self.told, self.worker = function, args, kwargs, told, worker
+        self.is_own, self.run_number, self.done_by = is_own, run_number, 0
+        self.is_done = False
+        self.is_sent = False
+        self.answer: Any = None
+        self.failure: Failure | None = None
+        self.error: BaseException | None = None
+        self.is_reported = False
+        self.num_pushed = 0
+        self.lost_with: list[str] = []
+        self.when_done: Callable[[Step], object] = lambda _: None
+
+    def finish(self, answer: Any = None, failure: Failure | None = None, error: BaseException | None = None) -> None:
+        self.answer, self.failure, self.error, self.is_done = answer, failure, error, True
+        self.args, self.kwargs, self.function = (), {}, None  # it may be kept long; what it was given need not be
+        self.when_done(self)
+
+    @property
+    def has_failed(self) -> bool:
+        return self.failure is not None or self.error is not None
+
+    def raise_error(self) -> None:
+        """Raises what went wrong, with the worker's own traceback; it then counts as reported."""
+        self.is_reported = True
+        if self.error is not None:
+            raise self.error
+        if self.failure is not None:
+            error, line, text = self.failure
+            raised = error if error is not None else ReplicaError(f"a worker raised {line}")
+            self.failure, self.error = None, raised
+            raised.add_note(f"raised in a worker:\n{text}")
+            raise raised

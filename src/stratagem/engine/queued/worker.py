@@ -1,0 +1,401 @@
+"""One worker of a parameter server on this machine, in its process.
+
+Owns what a step means there: its values are pulled, its gradients stay its own until
+`optimizer.step()` pushes them, and what it changes in buffers is pushed with them. Offers what
+`distribution` and `in_child` need of a replica.
+"""
+
+import dataclasses
+import functools
+import inspect
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stratagem.collectives.one_replica import OneReplica
+from stratagem.engine import context
+from stratagem.engine.context import ReplicaContext
+from stratagem.engine.recipe import Settings
+from stratagem.engine.strategy_in_replica import StrategyInReplica
+from stratagem.errors import StrategyError
+from stratagem.objects import per_replica, state_diff
+from stratagem.parameters.consistency import BoundedStaleness, Consistency, Gate
+from stratagem.parameters.local.gradient_slots import GradientSlots, Round
+from stratagem.parameters.local.journal import Saving, joined
+from stratagem.parameters.local.own_writes import OwnWrites
+from stratagem.parameters.local.push import SharedUpdate, as_gradient, is_finite_gradient, note_staleness
+from stratagem.parameters.local.shared_variables import TRAINED, Held, LocalVariables, SharedMemoryOfShards
+from stratagem.parameters.local.slot_memory import StateMemory
+from stratagem.processes.allocator import give_back
+from stratagem.processes.child import this_child
+from stratagem.variables import buffers
+
+_FRESH_S = 1e-3  # for so long after a pull another one would bring next to nothing
+_NUM_EARLY_STEPS = 2
+_PATIENCE = 0.9  # of stall_timeout_s: who waits for others says so before it counts as stalled itself
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerSettings:
+    """What all workers of a strategy have in common.
+
+    Args:
+        consistency: How far they may be apart.
+        on_nonfinite: What a gradient that is not finite does: `skip`, `raise` or `apply`.
+        torn_reads: Whether they compute with values that others may be changing.
+        stall_timeout_s: How long a step may take.
+    """
+
+    consistency: Consistency
+    on_nonfinite: str
+    torn_reads: bool
+    stall_timeout_s: float
+
+
+class Call(NamedTuple):
+    """What a worker must know of one step, besides the function.
+
+    Args:
+        number: Which call of this worker, from 1.
+        seed: New seed of random numbers, if any.
+        changes: What the main program changed in distributed objects, besides tensors.
+        surroundings: What torch is set to around the step.
+        version: What the main program may have seen by now: the step computes with that or with newer values.
+        num_pushed: How many pushes of this step an earlier worker made before it was lost.
+        round: For synchronous training: which step, and this worker's examples in it.
+    """
+
+    number: int
+    seed: int | None
+    changes: state_diff.Snapshot
+    surroundings: tuple[Any, ...]
+    version: int
+    num_pushed: int = 0
+    round: Round | None = None
+
+
+class Answer(NamedTuple):
+    """What comes back from a step: the parameter whose gradient was not finite, whether it updated, its result."""
+
+    skipped: str
+    updated: bool
+    result: Any
+
+
+@final
+class WorkerRuntime:
+    """One worker.
+
+    Args:
+        worker: Its number.
+        settings: What all have in common.
+        memory: The variables.
+        strategy: The strategy, as code in a step sees it.
+    """
+
+    def __init__(
+        self, worker: int, settings: WorkerSettings, memory: SharedMemoryOfShards, strategy: StrategyInReplica
+    ) -> None:
+        self.worker = worker
+        self.shared_settings = settings
+        self.settings = Settings(1, kept_on="cpu")
+        self.variables = LocalVariables(memory, torn_reads=settings.torn_reads)
+        self.copies = self  # what `in_child` asks of copies is here as well
+        self.updates: dict[int, Any] = {}
+        self._strategy = strategy
+        self._board = memory.board
+        self._given: list[weakref.ref[Any]] = []
+        self._writes = OwnWrites()
+        self._pulled_at = 0.0
+        self._to_skip = 0
+        self._round: Round | None = None
+        self._wait_until = 0.0
+        self._in_step = False
+        self._num_early_steps = 0
+        self._skipped, self._updated = "", False
+        bounded = settings.consistency
+        self._gate = (
+            Gate(bounded.max_staleness, worker, memory.board, memory.locks, memory.num_shards + 1)
+            if isinstance(bounded, BoundedStaleness)
+            else None
+        )
+
+    # Distributed objects
+
+    def build(self, held: Held) -> dict[int, torch.Tensor]:
+        return self.variables.build(held)
+
+    def add(self, held: Held, tensors: Mapping[int, torch.Tensor]) -> None:
+        self.variables.add(held)
+        if held.kind == TRAINED and not self.shared_settings.torn_reads:
+            self._writes.add(tensors)
+
+    def add_objects(self, objects: dict[int, Any]) -> None:
+        self._num_early_steps = _NUM_EARLY_STEPS
+        for obj in objects.values():
+            self._given.append(weakref.ref(obj))
+            if isinstance(obj, torch.nn.Embedding | torch.nn.EmbeddingBag) and obj.sparse:
+                self._read_under_lock(obj)
+            elif isinstance(obj, torch.nn.Embedding | torch.nn.EmbeddingBag) and obj.max_norm is not None:
+                weight = this_child().registry.reference(obj.weight)  # type: ignore[union-attr]
+                self.variables.watch([cast(int, weight)])  # it writes to the rows that it looks up
+
+    def drop(self, names: Sequence[int]) -> None:
+        """Lets go of objects that the program has dropped, and of memory that nothing else is in."""
+        for name in names:
+            if name in self.updates:
+                self.variables.journal.drop(self.updates.pop(name).targets)
+            self._writes.drop(name)
+        self.variables.drop(names)
+
+    def take_state(self, name: int, memory: StateMemory, slots: GradientSlots | None) -> None:
+        """Takes the shared state of an optimizer: from now on its step is a push."""
+        optimizer = this_child().registry.resolve(name)  # type: ignore[union-attr]
+        if name in self.updates:
+            self.variables.journal.drop(self.updates[name].targets)
+        self.variables.journal.targets += memory.targets
+        rate_of = getattr(self.shared_settings.consistency, "rate_of", None)
+        update = SharedUpdate(optimizer, memory, self.variables, self.worker, rate_of)
+        self.updates[name] = update
+        push = functools.partial(self._step_of, weakref.ref(optimizer), update, slots)
+        push._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for it
+        optimizer.step = push
+        if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
+            # Without its wrapper, which imports torch's compiler: workers have no other use for it.
+            bare = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+            optimizer.zero_grad = functools.partial(bare, weakref.proxy(optimizer))
+
+    def _read_under_lock(self, module: torch.nn.Module) -> None:
+        """Lets a table be read only while nobody changes it."""
+        child, forward = this_child(), type(module).forward
+        name = child.registry.reference(module.weight)  # type: ignore[union-attr]
+        held, own, journal = self.variables.find(cast(int, name))[0], weakref.ref(module), self.variables.journal
+        if self.shared_settings.torn_reads:
+            return
+
+        @functools.wraps(forward)
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            with journal.reading(held.shard):
+                return forward(own(), *args, **kwargs)
+
+        module.__dict__["forward"] = locked
+
+    # A step
+
+    def execute(self, call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the user's function as this worker."""
+        board, worker = self._board, self.worker
+        board.call_start[worker] = board.committed[worker]
+        board.call[worker] = call.number
+        self._to_skip, self._round = call.num_pushed, call.round
+        self._wait_until = time.monotonic() + _PATIENCE * self.shared_settings.stall_timeout_s
+        self._skipped, self._updated = "", False
+        self._begin(call.version)
+        context.state.replicas.append(ReplicaContext(0, OneReplica(), self._strategy, self._update))
+        self._in_step = True
+        held = buffers.held_by(reference() for reference in self._given)
+        try:
+            args, kwargs = per_replica.load_deferred((args, kwargs))
+            result = pytree.tree_map_only(torch.Tensor, _as_it_is_now, function(*args, **kwargs))
+            buffers.take_in(held)
+            self._push_rest()
+        except BaseException:
+            self._forget()
+            raise
+        finally:
+            self._in_step = False
+            board.in_flight[worker] = 0
+            context.state.replicas.pop()
+        if self._num_early_steps:
+            self._num_early_steps -= 1
+            give_back()
+        return Answer(self._skipped, self._updated, result)
+
+    def _forget(self) -> None:
+        """Drops what a step that has failed did to this worker's copies."""
+        self.variables.forget()
+        self._pulled_at = 0.0
+        self._writes.settle()
+
+    def _begin(self, version: int) -> None:
+        if self._gate is not None:
+            self._gate.enter()
+        is_old = time.monotonic() - self._pulled_at > _FRESH_S or self.variables.is_behind(version)
+        if is_old or self._gate is not None:
+            self._pull()
+        else:
+            self._board.in_flight[self.worker] = self.variables.version + 1
+
+    def _pull(self) -> None:
+        self.variables.pull()
+        self._note_pull()
+
+    def _note_pull(self) -> None:
+        self._pulled_at = time.monotonic()
+        self._board.in_flight[self.worker] = self.variables.version + 1
+
+    def _step_of(
+        self, held: "weakref.ref[Any]", update: SharedUpdate, slots: GradientSlots | None, closure: Any = None
+    ) -> Any:
+        """What `optimizer.step()` does in a worker."""
+        if not self._in_step:
+            raise StrategyError(
+                "optimizer.step() was called outside strategy.run; call it in the function that you run"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        optimizer: Any = held()
+        optimizer._opt_called = True
+        for hook in optimizer._optimizer_step_pre_hooks.values():
+            hook(optimizer, (), {})
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        gradients = [None if each.grad is None else as_gradient(each.grad) for each in parameters]
+        may_push = self._may_push(parameters, gradients)
+        if self._round is not None and slots is not None:
+            # Also who has nothing to give: else others would wait for it, and take its next update for this one.
+            self._push_in_round(update, gradients if may_push else [None] * len(gradients), slots, self._round)
+        elif may_push:
+            self._push(update, gradients)
+        if may_push:
+            self._updated = True
+            self._writes.note_update(each for each in parameters if each.grad is not None)
+        for hook in optimizer._optimizer_step_post_hooks.values():
+            hook(optimizer, (), {})
+        return loss
+
+    def _may_push(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> bool:
+        if not _has_any(gradients):
+            return False
+        if self._round is None and self._was_pushed():
+            return False
+        if self.shared_settings.on_nonfinite == "apply":
+            return True
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None and not is_finite_gradient(gradient):
+                name = this_child().registry.reference(parameter)  # type: ignore[union-attr]
+                self._skipped = self.variables.find(cast(int, name))[1].label
+                return False
+        return True
+
+    def _was_pushed(self) -> bool:
+        """Whether the worker that had this step made the next push before it was lost: what led to it is dropped."""
+        if not self._to_skip:
+            return False
+        self._to_skip -= 1
+        self._forget()
+        self._pull()
+        return True
+
+    def _update(self, function: Callable[[], None]) -> None:
+        """A push without an optimizer of torch: a function changes the newest values, with nobody else meanwhile."""
+        shared = self.shared_settings
+        if self._round is not None or shared.torn_reads or getattr(shared.consistency, "rate_of", None) is not None:
+            raise StrategyError(
+                "backup workers, rate_of and torn_reads are for optimizers of torch; for Keras leave them out"
+            )
+        if not self._was_pushed():
+            change = functools.partial(self._change_by, function)
+            self._gate.push(change) if self._gate is not None else change()
+            self._note_pull()
+            self._updated = True
+
+    def _change_by(self, function: Callable[[], None]) -> None:
+        variables, shards = self.variables, list(range(self.variables.memory.num_shards))
+        with variables.journal.writing(shards):
+            staleness = max(0, self._board.version - variables.version)
+            written = self._writes.names()
+            variables.refresh(written)
+            function()
+            self._write(shards, (variables.changed_buffers(), self._writes.names()), None, [], staleness)
+            note_staleness(self._board, self.worker, staleness)
+        variables.watch(written)  # not what the function wrote: that was to the newest values
+
+    def _push(self, update: SharedUpdate | None, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Applies gradients, and with them what this worker wrote to buffers and parameters; then it is up to date."""
+        if self._gate is not None:
+            self._gate.push(lambda: self._change(update, gradients))
+        else:
+            self._change(update, gradients)
+        self._note_pull()
+
+    def _change(
+        self, update: SharedUpdate | None, gradients: Sequence[torch.Tensor | None], closes_round: int = 0
+    ) -> None:
+        variables, changes = self.variables, (self.variables.changed_buffers(), self._writes.names())
+        shards = {held.shard for held, _ in changes[0]} | {variables.find(name)[0].shard for name in changes[1]}
+        if update is not None:
+            shards |= set(update.shards_of(gradients))
+        with variables.journal.writing(sorted(shards)):
+            staleness = max(0, self._board.version - variables.version)
+            self._write(sorted(shards), changes, update, gradients, staleness, closes_round)
+        variables.watch(changes[1])
+        for shard in set(range(variables.memory.num_shards)) - shards:
+            with variables.journal.reading(shard):
+                variables.copy_shard(shard)
+
+    def _write(
+        self,
+        shards: Sequence[int],
+        changes: tuple[list[tuple[Held, torch.Tensor]], list[int]],
+        update: SharedUpdate | None,
+        gradients: Sequence[torch.Tensor | None],
+        staleness: int,
+        closes_round: int = 0,
+    ) -> None:
+        """Writes a push to shards, which the caller holds, and takes the newest values from them."""
+        variables, board = self.variables, self._board
+        buffers, written = changes
+        plan: list[Saving] = [(held.target, (0, len(held.target.live))) for held, _ in buffers]
+        for name in written:
+            held, placement = variables.find(name)
+            plan.append((held.target, (placement.offset, placement.offset + placement.numel)))
+        if update is not None:
+            plan += update.savings(gradients)
+        with variables.journal.change(shards, self.worker, joined(plan)):
+            variables.write_own(written)
+            if update is not None:
+                update.apply(gradients, staleness)
+            variables.add_buffers(buffers)
+            variables.note_change(target for target, _ in plan)
+            if closes_round:
+                board.closed_round = closes_round
+        with variables.memory.locks.held(variables.memory.num_shards):
+            version = board.version = board.version + 1
+        for shard in shards:
+            variables.copy_shard(shard)
+        variables.version = version
+        self._writes.settle(written)
+
+    def _push_in_round(
+        self, update: SharedUpdate, gradients: Sequence[torch.Tensor | None], slots: GradientSlots, own: Round
+    ) -> None:
+        """Gives gradients for a step of all workers; who completes it applies their mean."""
+
+        def apply(means: Sequence[torch.Tensor | None], number: int) -> None:
+            self._change(update if _has_any(means) else None, means, number)
+
+        self._round = own.following()
+        slots.put(self.worker, own, gradients)
+        if slots.arrive(self.worker, own if _has_any(gradients) else own._replace(weight=0), apply):
+            slots.wait(own, self._wait_until)
+        self._push_rest()  # what the pull would undo; who applied the mean has pushed it with that
+        self._pull()
+
+    def _push_rest(self) -> None:
+        """Makes known what was written to buffers and parameters after the last update."""
+        if (self._writes.names() or self.variables.changed_buffers()) and not self._was_pushed():
+            self._push(None, [])
+
+
+def _has_any(gradients: Sequence[torch.Tensor | None]) -> bool:
+    return any(each is not None for each in gradients)
+
+
+def _as_it_is_now(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().clone()

@@ -1,0 +1,53 @@
+"""What the main program calls in a worker: join a strategy, take an optimizer's state, run a step."""
+
+import os
+from typing import Any, cast
+
+from stratagem.devices.device import LogicalDevice
+from stratagem.devices.serving import serve_for_life
+from stratagem.engine import child_calls
+from stratagem.engine.queued.worker import Answer, Call, WorkerRuntime, WorkerSettings
+from stratagem.engine.random_numbers import seed_of
+from stratagem.engine.strategy_in_replica import StrategyInReplica
+from stratagem.objects import state_diff
+from stratagem.objects.functions import ReceivedFunctions
+from stratagem.parameters.local.gradient_slots import GradientSlots
+from stratagem.parameters.local.shared_variables import SharedMemoryOfShards
+from stratagem.parameters.local.slot_memory import StateMemory
+from stratagem.processes.allocator import keep_freed_memory
+from stratagem.processes.child import this_child
+
+
+def join(
+    key: int,
+    worker: int,
+    device: LogicalDevice,
+    settings: WorkerSettings,
+    memory: SharedMemoryOfShards,
+    strategy: StrategyInReplica,
+) -> None:
+    """Makes this child a worker of a strategy, on its device."""
+    this_child().registry.add(0, strategy)  # type: ignore[union-attr]
+    keep_freed_memory()
+    serve_for_life(device)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    child_calls.enter(key, cast(Any, WorkerRuntime(worker, settings, memory, strategy)))
+
+
+def take_state(key: int, name: int, memory: StateMemory, slots: GradientSlots | None) -> None:
+    """Takes the shared state of an optimizer."""
+    cast(Any, child_calls.runtime_of(key)).take_state(name, memory, slots)
+
+
+def run(key: int, call: Call, prepared: tuple[int, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
+    """Runs a step."""
+    runtime: Any = child_calls.runtime_of(key)
+    function = _functions.take(prepared)
+    state_diff.apply(call.changes, this_child().registry.resolve)  # type: ignore[union-attr]
+    if call.seed is not None:
+        child_calls.seed_everything(seed_of(call.seed, runtime.worker))
+    with state_diff.surrounded_by(state_diff.restored(call.surroundings)):
+        return cast(Answer, runtime.execute(call, function, args, kwargs))
+
+
+_functions = ReceivedFunctions()

@@ -1,0 +1,385 @@
+"""Drives the workers of a parameter server on this machine: what they are given, and the course of a step.
+
+Offers the strategy the same as `local_replicas`. Variables lie in shared memory, where workers update
+them; the main program's tensors are views of the same memory.
+"""
+
+import atexit
+import contextlib
+import functools
+import itertools
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, cast, final
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from stratagem._caller import calling_line
+from stratagem.devices.device import LogicalDevice
+from stratagem.devices.inventory import this_process
+from stratagem.engine import backward, context
+from stratagem.engine.distribution import Distribution
+from stratagem.engine.nonfinite import NonFinite
+from stratagem.engine.queued import worker_calls
+from stratagem.engine.queued.crew import Crew, Worker
+from stratagem.engine.queued.introduction import introduce, tell
+from stratagem.engine.queued.main_program import MainProgram
+from stratagem.engine.queued.pending_results import Pending, joined
+from stratagem.engine.queued.shared_steps import run_round
+from stratagem.engine.queued.step import Step
+from stratagem.engine.queued.worker import Answer, Call, WorkerSettings
+from stratagem.engine.random_numbers import RandomNumbers
+from stratagem.engine.strategy_in_replica import StrategyInReplica
+from stratagem.errors import StratagemError, StrategyError
+from stratagem.objects import per_replica, state_diff
+from stratagem.parameters.consistency import Synchronous
+from stratagem.parameters.local.gradient_slots import Round
+from stratagem.parameters.local.shared_variables import SharedMemoryOfShards
+
+_keys = itertools.count(1_000_000)  # apart from those of other strategies, whose children these never are
+
+
+@final
+class ParameterWorkers:
+    """The workers of one strategy, and the variables that they share.
+
+    Args:
+        owner: The strategy, whose name errors show.
+        devices: Where the workers compute, one for each.
+        num_shards: Over how many shards variables are spread.
+        settings: What all workers have in common.
+        stall_timeout_s: How long a step may take before its worker counts as stalled.
+        max_restarts: How many workers may be replaced within `restart_window_s`.
+        restart_window_s: In how many seconds.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        devices: Sequence[LogicalDevice],
+        num_shards: int,
+        settings: WorkerSettings,
+        stall_timeout_s: float,
+        max_restarts: int,
+        restart_window_s: float,
+    ) -> None:
+        self.distribution = Distribution(cast(Any, self))
+        self.key = next(_keys)
+        self.closed_at: str | None = None
+        self.main: MainProgram | None = None
+        self._owner_ref = weakref.ref(owner)
+        self._name = type(owner).__name__
+        self._devices = list(devices)
+        self._num_shards = num_shards
+        self._settings = settings
+        self._process = os.getpid()
+        self._random_numbers = RandomNumbers(0, apart=False)
+        self._nonfinite = NonFinite(settings.on_nonfinite)
+        self.num_runs = 0
+        self._steps: list[Step] = []  # whose failures have not been looked for
+        self._num_parts: dict[Any, int] = {}  # how many values a function returned, by its code
+        # Calls that new workers get as well, with how many there are then.
+        self.given: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self._is_started = False
+        self._started = contextlib.ExitStack()
+        weak = cast(ParameterWorkers, weakref.proxy(self))  # so that a strategy that the program drops can go
+        self.crew = Crew(
+            self.distribution.registry,
+            stall_timeout_s=stall_timeout_s,
+            max_restarts=max_restarts,
+            window_s=restart_window_s,
+            welcome=functools.partial(ParameterWorkers._welcome, weak),
+            mourn=lambda number: cast(MainProgram, weak.main).mourn(number),
+            message=functools.partial(ParameterWorkers._message, weak),
+        )
+        self._ending = weakref.finalize(self, _end, self.crew, self._started, self._process)
+        self._ending.atexit = False  # `_close_all` is sooner
+        _open.add(self)
+        backward.install()
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy whose workers these are."""
+        return self._owner_ref()
+
+    @property
+    def board(self) -> Any:
+        """The numbers that all workers see."""
+        return self.begin().variables.board
+
+    # Life
+
+    def begin(self) -> MainProgram:
+        """Reserves memory and orders the workers, the first time; waits for nothing."""
+        self.require_usable()
+        if self.main is None:
+            self._started.enter_context(this_process().in_use(f"{self._name}()"))
+            memory = SharedMemoryOfShards.create(self._num_shards)
+            memory.locks.while_waiting = self.crew.look_after_holder
+            slots = len(self._devices) if isinstance(self._settings.consistency, Synchronous) else 0
+            self.main = MainProgram(memory, self.distribution, cast(Any, weakref.proxy(self)), num_slots=slots)
+            self._started.callback(self.main.close)
+            hook = register_module_forward_pre_hook(functools.partial(_settle_before, weakref.ref(self)))
+            self._started.callback(hook.remove)
+            self.distribution.registry.add(0, self._owner_ref())
+            self.crew.begin(range(len(self._devices)))
+        return self.main
+
+    def start(self) -> MainProgram:
+        """Waits for the workers, the first time: until then the program has built its model while torch loaded."""
+        main = self.begin()
+        if not self._is_started:
+            self._is_started = True
+            with self._or_end():
+                self.crew.start()
+        return main
+
+    def resize(self, devices: Sequence[LogicalDevice]) -> None:
+        """Adds workers, or lets some go when they have done what they have.
+
+        Args:
+            devices: One for each worker that there shall be; those that stay keep theirs.
+        """
+        before = len(self._devices)
+        self._devices += devices[before:]
+        with self.attending():
+            if self.main is not None:
+                self.crew.begin(range(before, len(devices)))
+                self.crew.start() if self._is_started else None
+                self.crew.remove(range(len(devices), before))
+        del self._devices[len(devices) :]
+
+    def close(self) -> None:
+        """Finishes what is under way and ends the workers; distributed objects become plain, with all their state."""
+        if self.closed_at is not None or os.getpid() != self._process:
+            return
+        try:
+            if self._is_started:
+                self.settle()
+        finally:
+            self.end()
+        self.raise_failures()
+
+    def end(self, cause: BaseException | None = None) -> None:
+        """Ends the workers at once; nothing can be run any more. What they have applied stays."""
+        because = "" if cause is None else f" because {type(cause).__name__}: {cause}"
+        because = " by Ctrl-C" if isinstance(cause, KeyboardInterrupt) else because
+        self.closed_at = self.closed_at or calling_line() + because
+        _open.discard(self)
+        self._ending.detach()
+        for step in [*self.crew.queue, *(step for each in self.crew.workers.values() for _, step in each.steps)]:
+            step.finish(error=StrategyError(f"{self._name} was closed at {self.closed_at} before this step was done"))
+            step.is_reported = True
+        _end(self.crew, self._started, self._process)
+        self.distribution.tracker.let_go()
+
+    def require_usable(self) -> None:
+        """Refuses use after the end, and in a process that was forked from the main program."""
+        if self.closed_at is not None:
+            raise StrategyError(f"{self._name} was closed at {self.closed_at}; make a new one")
+        if os.getpid() != self._process:
+            raise StrategyError(
+                f"{self._name} belongs to process {self._process} and cannot be used in {os.getpid()}, which was "
+                f"forked from it; use it in the main program only"
+            )
+
+    @contextlib.contextmanager
+    def _or_end(self) -> Any:
+        """A block after whose failure the workers cannot go on."""
+        try:
+            yield
+        except BaseException as error:
+            self.end(error)
+            raise
+
+    def tell_others(self, error: BaseException) -> None:
+        """The program has failed: what is under way is not waited for any more."""
+        if os.getpid() == self._process:  # a fork may fail by itself
+            self.crew.stop()
+
+    # What `distribution` needs
+
+    def make_equal(self, *_: Any) -> None:
+        """Values lie once: they are equal."""
+
+    def ask_children(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Calls a function of the library in every worker, when none has a step."""
+        with self._or_end():
+            self.start()
+            self.settle()
+            return self.crew.ask_all(function, *arguments)
+
+    def forget_functions(self) -> None:
+        """Sends functions anew the next time: something that they used is gone."""
+        live = self.distribution.registry.live()
+        for worker in self.crew.workers.values():
+            worker.forget_functions()
+            worker.news = {name: each for name, each in (worker.news or {}).items() if name is None or name in live}
+
+    # Steps
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Gives a step to a worker with room, or one to each where they share a step; waits for room only."""
+        self.raise_failures()
+        self.prepare()
+        counts = per_replica.counts_of(args, kwargs)
+        if isinstance(shared := self._settings.consistency, Synchronous):
+            return run_round(self, function, args, kwargs, counts, num_backups=shared.backup_workers)
+        step = self.new_step(function, per_replica.select(args, 0, sent=True), per_replica.select(kwargs, 0, sent=True))
+        with self.attending():
+            self.crew.wait(lambda: self.crew.has_room)
+            self.enter(step)
+        self.raise_failures()
+        code = None if hasattr(function, "__wrapped__") else getattr(function, "__code__", None)  # a decorator's own
+
+        def result() -> Any:
+            made = joined([self.wait_for(step)], counts)
+            if code is not None and isinstance(made, tuple):  # a list may be as long as the batch
+                self._num_parts[code] = len(made)
+            return made
+
+        return Pending(result, [step], gives_parts=True, num_parts=self._num_parts.get(code))
+
+    def prepare(self) -> None:
+        """Brings workers up to date with what the program has made and changed since the last step."""
+        main = self.start()
+        main.note_pending()
+        self.distribution.bring_up_to_date(cast(Any, main))
+        main.bring_up_to_date()
+        main.variables.publish_written()
+        self.num_runs += 1
+        seed, changes = self._random_numbers.new_seed(), self.distribution.changes()
+        self._random_numbers.note_run()
+        if changes:
+            self.distribution.note_state()
+        for worker in self.crew.workers.values() if changes or seed is not None else ():
+            tell(worker, changes, seed)
+
+    def enter(self, step: Step) -> None:
+        """Enters a step into the queue; what cannot be sent is an error now."""
+        self.crew.submit(step)
+        if step.is_done and not step.is_sent:
+            step.raise_error()
+        self._steps.append(step)
+
+    def new_step(
+        self, function: Any, args: Any, kwargs: Any, *, own_round: Round | None = None, worker: int | None = None
+    ) -> Step:
+        """A step that can be entered, at the settings of this moment."""
+        told = state_diff.flattened(state_diff.surroundings()), own_round
+        return Step(function, args, kwargs, told=told, worker=worker, run_number=self.num_runs)
+
+    def attend(self, *, wait: bool = False) -> None:
+        """Takes in what workers have sent; waits a moment for something if told to."""
+        with self.attending():
+            self.crew.attend(0.1 if wait else 0.0)
+
+    def wait_for(self, step: Step) -> Any:
+        """The result of a step; its error, if it has failed."""
+        if not step.is_done:  # else it can be read after the end as well
+            with self.attending():
+                self.crew.wait(lambda: step.is_done)
+        if step.has_failed:
+            self._raise(step)
+        return self.result_of(step)
+
+    def settle(self) -> None:
+        """Waits for all steps that workers have; none is handed out meanwhile."""
+        with self.attending():
+            waiting, self.crew.queue = self.crew.queue, type(self.crew.queue)()
+            try:
+                self.crew.wait(lambda: not self.crew.num_under_way and not self.crew.queue)
+            finally:
+                self.crew.queue.extend(step for step in waiting if not step.is_done)
+
+    def result_of(self, step: Step) -> Any:
+        return cast(Answer, step.answer).result
+
+    @contextlib.contextmanager
+    def attending(self) -> Any:
+        """A block that waits for workers; errors of the library in it end the strategy."""
+        self.require_usable()
+        try:
+            yield
+        except StrategyError:
+            raise
+        except (StratagemError, KeyboardInterrupt) as error:
+            self.end(error)
+            raise
+
+    def raise_failures(self) -> None:
+        """Raises the first failure of a step that nobody has been told of, and judges gradients that were skipped."""
+        finished = [step for step in self._steps if step.is_done]
+        if not finished:
+            return
+        self._steps = [step for step in self._steps if not step.is_done]
+        failed = [step for step in finished if step.has_failed and not step.is_reported]
+        for step in failed[1:]:
+            step.is_reported = True  # one failure is told once, and is most often that of all
+        if failed:
+            self._raise(failed[0])
+        self.judge(finished)
+
+    def judge(self, finished: Sequence[Step]) -> None:
+        """Warns of steps whose gradients were not finite, or raises."""
+        for step in finished:
+            if isinstance(step.answer, Answer):
+                skipped = [(step.done_by, step.answer.skipped)] if step.answer.skipped else []
+                self._nonfinite.judge(skipped, updated=step.answer.updated, run_number=step.run_number)
+
+    def _raise(self, step: Step) -> None:
+        # What its worker did of what it was told is not known: all are told everything.
+        self.distribution.forget_state(cast(Any, self.main))
+        step.raise_error()
+
+    # What the crew asks
+
+    def _message(self, worker: Worker, step: Step) -> Any:
+        surroundings, own_round = step.told
+        news, worker.news = dict(worker.news or {}), {}
+        seed = news.pop(None, None)
+        call = Call(worker.num_calls + 1, seed, news, surroundings, self.board.version, step.num_pushed, own_round)
+        arguments = self.key, call, worker.functions.prepare(step.function), step.args, step.kwargs
+        return worker_calls.run, arguments, self.distribution.reference_in_run
+
+    def _welcome(self, worker: Worker) -> None:
+        """Gives a new worker all that the others have."""
+        device = self._devices[worker.number % len(self._devices)]
+        main = cast(MainProgram, self.main)
+        main.variables.board.call[worker.number] = 0  # who had its place before counted its own
+        arguments = self.key, worker.number, device, self._settings, main.variables.memory
+        self.crew.call(worker, worker_calls.join, *arguments, StrategyInReplica(0, [device], 0, 1))
+        introduce(worker, self.crew, self.key, main, self.distribution.registry, self._owner_ref())
+        for function, given in self.given:
+            self.crew.call(worker, function, len(self._devices), *given)
+
+
+def _settle_before(reference: "weakref.ref[ParameterWorkers]", module: torch.nn.Module, _: Any) -> None:
+    """Before the main program calls a distributed model, it waits for the steps that change it."""
+    workers = reference()
+    if workers is None or context.state.replicas or not workers.crew.num_under_way:
+        return
+    if module in workers.distribution.registry and os.getpid() == workers._process:
+        workers.settle()
+
+
+def _end(crew: Crew, started: contextlib.ExitStack, process: int) -> None:
+    if os.getpid() == process:
+        crew.stop()
+        started.close()
+
+
+_open: "weakref.WeakSet[ParameterWorkers]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    error = getattr(sys, "last_value", None)  # what has ended the program, if anything
+    for workers in [each for each in _open if each._process == os.getpid()]:
+        try:
+            workers.end(error) if error is not None else workers.close()
+        except Exception:  # of a step that nobody has looked at
+            sys.excepthook(*cast(Any, sys.exc_info()))

@@ -1,0 +1,1 @@
+"""Replicas that are actors of Ray."""

@@ -1,0 +1,336 @@
+"""One replica of a strategy, in whichever process it is: its variables, its meeting point, its runs.
+
+The controller and every child have one `Runtime` for each open strategy. The controller's
+(replica 0) is driven by the strategy itself (`local_replicas`), a child's by `in_child`. Here, and
+only here, is chosen where variables lie and how gradients travel (`copies`).
+"""
+
+import contextlib
+import functools
+import inspect
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stratagem.collectives.between import Between
+from stratagem.collectives.collective import Collective
+from stratagem.collectives.reconnecting import Meet, OverLink
+from stratagem.collectives.shared_memory import SharedMemory
+from stratagem.collectives.signals import NUM_LOOKS, PeerAborted, Signals
+from stratagem.collectives.to_one import ToOne
+from stratagem.collectives.two_level import TwoLevel
+from stratagem.devices.device import LogicalDevice
+from stratagem.engine import backward, context
+from stratagem.engine.context import ReplicaContext
+from stratagem.engine.recipe import Run, Settings
+from stratagem.errors import StrategyError
+from stratagem.objects import per_replica
+from stratagem.processes.allocator import give_back
+from stratagem.processes.region import Region
+from stratagem.variables import buffers
+from stratagem.variables.central_updates import CentralUpdate
+from stratagem.variables.copies import Copies
+from stratagem.variables.private import PrivateCopies
+from stratagem.variables.shared import SharedCopies
+from stratagem.variables.slices import SplitUpdate
+
+# After so many runs with new objects optimizers have made their state; until then freed memory is given back, so
+# that only what a step really needs is kept from then on (`replicas.heap`).
+_NUM_EARLY_RUNS = 2
+
+
+@final
+class Runtime:
+    """One replica of one strategy.
+
+    Args:
+        rank: Which replica.
+        settings: What all replicas have in common.
+        meeting: Memory for the signals.
+        scratch: Memory for the general collective.
+        strategy: The strategy, as code in this replica sees it.
+        between: How the first replica of each machine exchanges tensors with those of the others.
+        meet: Where replicas meet that share no memory; each then has a meeting and a scratch of its own.
+    """
+
+    @torch.inference_mode(mode=False)  # its tensors outlive the block in which a program may begin
+    def __init__(
+        self,
+        rank: int,
+        settings: Settings,
+        meeting: Region,
+        scratch: Region,
+        strategy: Any,
+        between: Between | None = None,
+        meet: Meet | None = None,
+    ) -> None:
+        self.rank = rank
+        self._strategy = weakref.ref(strategy)  # it ends with the program's last use of it, not with this one
+        self.settings = settings
+        self.device: torch.device = strategy.devices[rank].torch_device
+        alone = _have_cores_of_their_own(strategy.devices)
+        place = (rank, settings.size) if meet is None else (0, 1)
+        self.signals = Signals(meeting, *place, num_looks=NUM_LOOKS if alone else 1)
+        self.control = SharedMemory(scratch, self.signals)
+        inside: Collective = ToOne(self.control) if settings.cross_device_ops == "to_one" else self.control
+        self.collective: Collective = inside
+        self.between = between
+        if settings.num_machines > 1:
+            self.collective = TwoLevel(inside, between, settings.machine, settings.sizes)
+        self.copies: Copies
+        if settings.cross_device_ops == "shared_memory":
+            self.copies = SharedCopies(self)
+        elif settings.cross_device_ops == "torch":
+            self.copies = PrivateCopies(self, by_torch=True, meet=meet)
+            if meet is not None and self.copies.link is not None:
+                self.collective = OverLink(self.copies.link, rank, settings.size)
+        else:
+            self.copies = PrivateCopies(self, by_torch=False)
+        self._given: list[weakref.ref[Any]] = []
+        self._num_early_runs = 0
+        self.updates: dict[int, SplitUpdate] = {}
+        self._run: Run | None = None
+        self._depth = 0
+        self._syncing = True
+        self._skipped: list[tuple[int, str]] = []
+        self.updated = False
+        self.unsettled = False
+        self.busy_s = 0.0
+        backward.install()
+        context.open_runtimes.append(self)
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy, as code in this replica sees it."""
+        return self._strategy()
+
+    def close(self) -> None:
+        """Gives the memory up; tensors that are still used keep theirs."""
+        if self in context.open_runtimes:
+            context.open_runtimes.remove(self)
+        self.copies.close()
+
+    # Distributed objects
+
+    def add_objects(self, objects: dict[int, Any]) -> None:
+        """Takes modules, optimizers and the like that have just been distributed."""
+        self._num_early_runs = _NUM_EARLY_RUNS
+        for name, obj in objects.items():
+            self._given.append(weakref.ref(obj))
+            if isinstance(obj, torch.optim.Optimizer):
+                self._take_over(name, obj)
+
+    def distributed(self) -> list[Any]:
+        """The modules and other objects that this replica was given and still has."""
+        return [obj for reference in self._given if (obj := reference()) is not None]
+
+    def drop(self, names: Sequence[int]) -> None:
+        """Lets go of objects that the program has dropped, and of memory that nothing else is in."""
+        for name in names:
+            self.updates.pop(name, None)
+        self.copies.drop(set(names))
+
+    def _take_over(self, name: int, optimizer: torch.optim.Optimizer) -> None:
+        """Puts the replica's own step in the place of the optimizer's."""
+        held, whole = weakref.ref(optimizer), type(optimizer).step  # weak: it holds the step, and must go when dropped
+        update = self.copies.split(optimizer, self)
+        if update is not None:
+            self.updates[name] = update
+            if optimizer.state:
+                update.take_whole_state()
+        elif self.device.type != "cpu" and not self.settings.kept_on:
+            _follow(optimizer)
+        once = CentralUpdate(self, torch.device(self.settings.kept_on)) if self.settings.kept_on else None
+
+        def step(closure: Any = None) -> Any:
+            if not context.current_runs:
+                raise StrategyError(
+                    "optimizer.step() was called outside strategy.run, where only one replica would take it; "
+                    "call it in the function that you run"
+                )
+            own: Any = held()
+            own._opt_called = True
+            if update is not None:
+                return update.step(closure)
+            if once is not None and closure is None:
+                once.step(own, whole)
+                return None
+            parameters = [each for group in own.param_groups for each in group["params"]]
+            if closure is None and not self.may_update(parameters):
+                return None
+            return whole(own) if closure is None else whole(own, closure)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for it
+        optimizer.step = step  # type: ignore[method-assign]
+        if self.rank and type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
+            # Without its wrapper, which imports torch's compiler: children have no other use for it.
+            bare = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+            optimizer.zero_grad = functools.partial(bare, weakref.proxy(optimizer))  # type: ignore[method-assign]
+
+    # A run
+
+    @property
+    def global_rank(self) -> int:
+        """Which replica this is, among those of all machines."""
+        return self.settings.first + self.rank
+
+    @property
+    def run_number(self) -> int:
+        """Which run this replica is in; 0 outside of runs."""
+        return self._run.number if self._run else 0
+
+    @property
+    def all_counted(self) -> list[bool]:
+        """Which replicas of all machines have examples in this run, so that their gradients count."""
+        counts = self._run.counts if self._run else None
+        return [True] * self.settings.total if counts is None else [count > 0 for count in counts]
+
+    @property
+    def counted(self) -> list[bool]:
+        """The same for those of this machine."""
+        return self.all_counted[self.settings.first : self.settings.first + self.settings.size]
+
+    @property
+    def weight(self) -> float:
+        """This replica's part of the global batch."""
+        return 1.0 if self.settings.gradients == "sum" else self._share
+
+    @property
+    def _share(self) -> float:
+        """This replica's part of the examples, whatever is done with gradients."""
+        counts = self._run.counts if self._run else None
+        if counts is None or not sum(counts):
+            return 1.0 / self.settings.total
+        return counts[self.global_rank] / sum(counts)
+
+    def execute(self, run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the user's function as this replica. A failure ends the waits of the others."""
+        self._run, self._depth, self._syncing, self.updated = run, 0, True, False
+        start, waited_s = time.monotonic(), self.signals.waited_s
+        self.signals.enter(run.number)
+        context.state.replicas.append(ReplicaContext(self.global_rank, self.collective, self.strategy))
+        context.current_runs.append(self)
+        held = buffers.held_by(self.distributed())
+        try:
+            args, kwargs = self._brought(per_replica.load_deferred((args, kwargs)), self.device)
+            result = self._brought(function(*args, **kwargs), torch.device("cpu"))
+            buffers.take_in(held)
+            self._finish()
+            self.busy_s = time.monotonic() - start - (self.signals.waited_s - waited_s)
+            self.signals.leave()
+        except BaseException as error:
+            if not isinstance(error, PeerAborted):
+                self.signals.abort()
+            raise
+        finally:
+            self._run = None  # it leads to what the program has
+            self.signals.enter(0)  # who meets after the run waits for those that have left it
+            context.current_runs.pop()
+            context.state.replicas.pop()
+        if self._num_early_runs:
+            self._num_early_runs -= 1
+            give_back()
+        return result
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside the block, backward passes keep this replica's own gradients."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def backward(
+        self, original: Callable[..., None], tensors: Any, grad_tensors: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """A backward pass inside a run; a pass inside a pass is part of the outer one."""
+        if self._depth:
+            original(tensors, grad_tensors, *args, **kwargs)
+            return
+        syncing = self._syncing
+        self.copies.begin_backward(syncing=syncing)
+        self._depth += 1
+        try:
+            original(tensors, self._scaled(tensors, grad_tensors), *args, **kwargs)
+        except BaseException:
+            self.copies.abandon_backward()
+            raise
+        finally:
+            self._depth -= 1
+        self.copies.end_backward(syncing=syncing)
+
+    def _scaled(self, tensors: Any, grad_tensors: Any) -> Any:
+        """The start of the backward pass, times this replica's part of the global batch."""
+        weight = self.weight
+        if weight == 1.0:
+            return grad_tensors
+        outputs = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        given = (grad_tensors,) if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else grad_tensors
+        starts = [*given, *[None] * (len(outputs) - len(given))]
+        return [
+            (torch.full_like(output, weight) if output.numel() == 1 else None) if start is None else start * weight
+            for output, start in zip(outputs, starts, strict=True)
+        ]
+
+    def may_update(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether the gradients of these parameters are fit to be applied; the same in every replica."""
+        if self.settings.on_nonfinite == "apply" or self.copies.are_finite(parameters):
+            self.updated = True
+            return True
+        self._skipped = self.copies.culprits
+        return False
+
+    @contextlib.contextmanager
+    def split_update(self, parameters: Iterable[torch.Tensor], *, checked: bool = False) -> Iterator[bool]:
+        """Around an update of which each replica does its own part, seen by all afterwards.
+
+        Args:
+            parameters: All that are updated.
+            checked: Whether their gradients are known to be finite.
+        Yields:
+            Whether to update.
+        """
+        self.copies.publish_written()
+        yield checked or self.may_update(parameters)
+        self.signals.barrier()
+
+    def take_skipped(self) -> list[tuple[int, str]]:
+        """The replicas and parameters whose gradients made this run skip an update."""
+        skipped, self._skipped = self._skipped, []
+        return skipped
+
+    def publish_written(self) -> None:
+        """Makes parameters that the program changed in place, the same in every replica, everyone's."""
+        self.copies.publish_written()
+
+    def share_from_first(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Gives all replicas what replica 0 alone has written to parameters; every one must come here."""
+        self.copies.share_from_first(parameters)
+
+    def _brought(self, value: Any, device: torch.device) -> Any:
+        """A nesting of values with its tensors brought to a device; where all is on the CPU, as it is."""
+        if self.device.type == "cpu":
+            return value
+        return pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), value)
+
+    def _finish(self) -> None:
+        """Brings everything that a run may have changed to one state in all replicas."""
+        self.unsettled = self.settings.total > 1 and self.copies.settle(self._share)
+
+
+def _have_cores_of_their_own(devices: Sequence[LogicalDevice]) -> bool:
+    cores = [core for device in devices for core in device.cores]
+    return all(device.cores for device in devices) and len(set(cores)) == len(cores)
+
+
+def _follow(optimizer: torch.optim.Optimizer) -> None:
+    """Moves what an optimizer remembers of its parameters to where they are now."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                state[key] = value.to(parameter.device)

@@ -1,0 +1,1 @@
+"""Recorded graphs and sessions, for programs of TensorFlow 1."""

@@ -1,0 +1,344 @@
+"""Records graphs: `sg.Graph`, and what programs put into one: placeholders, constants, variables, sums.
+
+Owns which graph is open in a thread, and the rules for what is put in by hand. What torch computes on these
+is recorded by `graph_recorder`; running is a session's.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import numbers
+import threading
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeAlias, final
+
+import numpy as np
+import torch
+
+from stratagem.errors import GraphError, GraphTypeError
+from stratagem.graphs.graph_tensor import GraphTensor, RecordingMode
+from stratagem.graphs.nodes import Initializer, Kind, Node, Output, described, same_form
+from stratagem.graphs.recorder import GraphRecorder
+from stratagem.placement import scopes
+
+Shape: TypeAlias = Sequence[int] | int
+
+_META = torch.device("meta")
+
+
+@final
+class Graph:
+    """Operations of torch that are recorded, not run; a `Session` runs them.
+
+    Inside the block everything that torch computes on tensors of the graph is recorded with the device that the scopes
+    around it ask for, gradients and in-place changes included; shapes and types are known at once. Parameters of
+    modules, and tensors that are changed in place, become variables, other tensors constants. What concerns no tensor
+    of the graph is computed at once, as ever; so is `torch.rand(2)`: random numbers of a graph come from operations on
+    its tensors, such as dropout. Gradients that `backward()` puts into parameters are there until the block ends.
+
+    Example:
+        >>> with Graph() as graph:
+        ...     x = placeholder(torch.float32, [2, 3], name="x")
+        ...     y = (x @ x.T).sum()
+        >>> y, [node.name for node in graph.nodes]
+        (<GraphTensor 'Sum' () float32>, ['x', 'Transpose', 'MatMul', 'Sum'])
+    """
+
+    def __init__(self, *, _recorder: GraphRecorder | None = None) -> None:
+        self.recorder = _recorder or GraphRecorder()
+        self._entered: list[contextlib.ExitStack] = []
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All operations, in the order in which they were recorded."""
+        return tuple(self.recorder.nodes)
+
+    @property
+    def variables(self) -> tuple[Node, ...]:
+        """All variables."""
+        return tuple(node for node in self.recorder.nodes if node.kind is Kind.VARIABLE)
+
+    @property
+    def updates(self) -> tuple[GraphTensor, ...]:
+        """The last change of each variable that an in-place operation or an optimizer has recorded; to be fetched."""
+        return tuple(self.recorder.tensor(node) for node in self.recorder.assignments.values())
+
+    def get_tensor_by_name(self, name: str) -> GraphTensor:
+        """A tensor by its name, `MatMul:0` or just `MatMul`."""
+        output = self.output_by_name(name)
+        return self.recorder.tensor(output.node, output.slot)
+
+    def output_by_name(self, name: str) -> Output:
+        """What a name stands for."""
+        operation, _, index = name.partition(":")
+        for node in self.recorder.nodes:
+            if node.name == operation and (index or "0").isdecimal() and int(index or 0) < len(node.outputs):
+                return Output(node, int(index or 0))
+        raise GraphError(f"there is no {name!r} in the graph{_nearest(operation, self.recorder.nodes)}")
+
+    def __enter__(self) -> Self:
+        stack = contextlib.ExitStack()
+        stack.enter_context(scopes.recording())
+        stack.enter_context(_without_mkldnn())
+        stack.enter_context(RecordingMode(self.recorder))
+        _open.graphs.append(self)
+        self._entered.append(stack)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _open.graphs.remove(self)
+        self._entered.pop().close()
+        if not self._entered:
+            self.recorder.give_back_gradients()
+
+    def __repr__(self) -> str:
+        return f"<Graph of {len(self.recorder.nodes)} operations>"
+
+
+class _Open(threading.local):
+    """The graphs whose blocks a thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Graph] = []
+
+
+_open = _Open()
+_default: list[Graph] = []
+
+
+def get_default_graph() -> Graph:
+    """The graph of the block around the caller; outside of any, one that belongs to the program."""
+    if _open.graphs:
+        return _open.graphs[-1]
+    if not _default:
+        _default.append(Graph())
+    return _default[0]
+
+
+def reset_default_graph() -> None:
+    """Begins a new graph for what is recorded outside of any block."""
+    _default.clear()
+
+
+@scopes.recording()
+def placeholder(dtype: torch.dtype, shape: Sequence[int | None] | int = (), name: str | None = None) -> GraphTensor:
+    """A tensor whose value is fed to each run.
+
+    Args:
+        dtype: Its type, such as `torch.float32`.
+        shape: Its shape; a size that is `None` may be another one in each run.
+        name: By default `Placeholder`, `Placeholder_1`, ...
+
+    Raises:
+        GraphTypeError: That is not a type or a shape.
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise GraphTypeError(f"a placeholder has a type of torch, such as torch.float32, got {dtype!r}")
+    sizes: Sequence[int | None] = shape if isinstance(shape, Sequence | torch.Size) else [shape]
+    _checked_shape([0 if each is None else each for each in sizes])
+    return get_default_graph().recorder.placeholder(sizes, dtype, _checked_name(name))
+
+
+@scopes.recording()
+def constant(
+    value: Any, dtype: torch.dtype | None = None, shape: Shape | None = None, name: str | None = None
+) -> GraphTensor:
+    """A tensor with a fixed value; a text may be one too.
+
+    Args:
+        value: Numbers, nested lists of them, an array, a tensor, or a text.
+        dtype: Its type; by default that of the value.
+        shape: Its shape; one number fills it.
+        name: By default `Const`, `Const_1`, ...
+
+    Raises:
+        GraphTypeError: The value is no tensor and cannot become one.
+        GraphError: The value has not as many elements as the shape.
+    """
+    recorder = get_default_graph().recorder
+    name = _checked_name(name)
+    if isinstance(value, str):
+        encoded = torch.frombuffer(bytearray(value.encode()), dtype=torch.uint8) if value else torch.empty(0)
+        return recorder.tensor(recorder.constant(encoded.to(torch.uint8), name=name, is_text=True))
+    made = _as_tensor(value, dtype)
+    if shape is not None:
+        size = _checked_shape(shape)
+        try:
+            made = made.expand(size) if made.numel() == 1 else made.reshape(size)
+        except RuntimeError:
+            raise GraphError(f"a constant of shape {size} cannot hold {described(made)}") from None
+    return recorder.tensor(recorder.constant(made, name=name))
+
+
+@scopes.recording()
+def get_variable(
+    name: str,
+    shape: Shape | None = None,
+    dtype: torch.dtype | None = None,
+    initializer: Initializer | torch.Tensor | float | None = None,
+    *,
+    trainable: bool = True,
+) -> GraphTensor:
+    """A tensor that keeps its value from run to run of a session; in-place operations change it.
+
+    Args:
+        name: Its name, which no other variable of the graph has.
+        shape: Its shape; may be left out where the initializer is a value.
+        dtype: Its type; by default that of the value, or `torch.float32`.
+        initializer: A function of `torch.nn.init` or one like it, which fills a tensor; or a value. By default
+            `torch.nn.init.xavier_uniform_`, and zeros where there is one dimension or none.
+        trainable: Whether it has gradients, if it is of floating point.
+
+    Raises:
+        GraphError: The graph has a variable of that name.
+        GraphTypeError: Something is not of the type that it must be.
+    Example:
+        >>> with Graph():
+        ...     get_variable("weight", [2, 3], initializer=torch.nn.init.ones_)
+        <GraphTensor 'weight' (2, 3) float32>
+    """
+    graph = get_default_graph()
+    if _checked_name(name) is None:
+        raise GraphTypeError("a variable has a name; give it as text")
+    if any(node.name == name for node in graph.variables):
+        raise GraphError(f"the graph has a variable {name!r} already; use the tensor that the first call returned")
+    fill: Initializer
+    if isinstance(initializer, torch.Tensor | numbers.Number | np.ndarray | list | tuple):
+        first = _as_tensor(initializer, dtype)
+        size = tuple(first.shape) if shape is None else _checked_shape(shape)
+        fill = functools.partial(_fill_with, value=first)
+        dtype = first.dtype
+    elif shape is None:
+        raise GraphTypeError(f"variable {name!r} needs a shape, or a value as its initializer, got {initializer!r}")
+    else:
+        size = _checked_shape(shape)
+        given = initializer or (torch.nn.init.xavier_uniform_ if len(size) > 1 else torch.nn.init.zeros_)
+        if not callable(given):
+            raise GraphTypeError(
+                f"the initializer of {name!r} is a function that fills a tensor, or a value, got {given!r}"
+            )
+        fill = given
+    meta = torch.empty(size, dtype=dtype or torch.float32, device=_META)
+    node = graph.recorder.add(Kind.VARIABLE, "Variable", [meta], name=name, initializer=fill)
+    return graph.recorder.tensor(node, variable=node, requires_grad=trainable and meta.dtype.is_floating_point)
+
+
+@scopes.recording()
+def assign(variable: GraphTensor, value: GraphTensor | torch.Tensor | float) -> GraphTensor:
+    """The new value of a variable, which it gets when this is fetched.
+
+    Raises:
+        GraphError: The first argument is no variable, or the value does not fit.
+    """
+    target = variable.cell.variable if isinstance(variable, GraphTensor) else None
+    if target is None:
+        raise GraphError(f"only a variable can be assigned, got {variable!r}; make one with sg.get_variable")
+    recorder = variable.recorder
+    made = value if isinstance(value, torch.Tensor) else _as_tensor(value, target.outputs[0].dtype)
+    output = recorder.lookup(made) or Output(recorder.constant(made), 0)  # type: ignore[attr-defined]
+    if not same_form(output.meta, target.outputs[0]):
+        raise GraphError(
+            f"{target.name!r} is {described(target.outputs[0])}, it cannot become {described(output.meta)}"
+        )
+    return recorder.tensor(recorder.assign(target, output))  # type: ignore[attr-defined, no-any-return]
+
+
+def add_n(inputs: Sequence[torch.Tensor], name: str | None = None) -> torch.Tensor:
+    """The sum of tensors of one shape and type, as one operation; of ordinary tensors, at once.
+
+    Raises:
+        GraphError: There are none, or they differ.
+    """
+    tensors = list(inputs)
+    if not tensors or not all(isinstance(each, torch.Tensor) for each in tensors):
+        raise GraphTypeError(f"add_n takes a list of one tensor or more, got {inputs!r}")
+    different = [each for each in tensors if not same_form(each, tensors[0])]
+    if different:
+        raise GraphError(
+            f"add_n takes tensors of one shape and type, got {described(tensors[0])} and {described(different[0])}"
+        )
+    graph_tensors = [each for each in tensors if isinstance(each, GraphTensor)]
+    if not graph_tensors:
+        if torch.overrides.has_torch_function(tensors):  # in a scope: one operation of this name
+            summed: torch.Tensor = torch.overrides.handle_torch_function(add_n, tensors, tensors)
+            return summed
+        return functools.reduce(torch.add, tensors)
+    made: torch.Tensor = _AddN.apply(graph_tensors[0].recorder, _checked_name(name), *tensors)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _AddN(torch.autograd.Function):
+    """One node for the whole sum; each input gets the gradient of the result."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: GraphRecorder, name: str | None, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.num_inputs = len(tensors)
+        return recorder.sum(tensors, name)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, None, *([gradients[0]] * ctx.num_inputs)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class VariablesInitializer:
+    """To be run by a session: gives variables their first values."""
+
+    graph: Graph
+    variables: tuple[Node, ...]
+
+
+def global_variables_initializer() -> VariablesInitializer:
+    """What gives all variables of the graph their first values, anew each time that it is run.
+
+    A session does so by itself for variables that it has not met; running this is for beginning again.
+    """
+    graph = get_default_graph()
+    return VariablesInitializer(graph, graph.variables)
+
+
+@contextlib.contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    """Recurrent layers are recorded as operations that every device has, not as ones that this CPU alone has."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def _fill_with(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return tensor.copy_(value)
+
+
+def _as_tensor(value: Any, dtype: torch.dtype | None) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise GraphTypeError(f"numbers, lists of them, arrays and tensors can be in a graph, got {value!r}") from error
+
+
+def _checked_shape(shape: Shape) -> tuple[int, ...]:
+    size = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Sequence | torch.Size) else None
+    if size is None or not all(type(each) is int and each >= 0 for each in size):
+        raise GraphTypeError(f"a shape is a list of whole numbers from 0 up, got {shape!r}")
+    return size
+
+
+def _checked_name(name: str | None) -> str | None:
+    if name is not None and not (isinstance(name, str) and name and ":" not in name):
+        raise GraphTypeError(f"a name is a text without colons, got {name!r}")
+    return name
+
+
+def _nearest(name: str, nodes: Sequence[Node]) -> str:
+    close = difflib.get_close_matches(name, [node.name for node in nodes], n=1)
+    return (
+        f"; did you mean {close[0]!r}?" if close else f", which has {', '.join(node.name for node in nodes[:8])}, ..."
+    )

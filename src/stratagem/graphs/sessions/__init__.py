@@ -1,0 +1,1 @@
+"""Runs graphs on the devices of this process and of a cluster."""

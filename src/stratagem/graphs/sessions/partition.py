@@ -1,0 +1,140 @@
+"""Cuts what a run needs of a graph into parts: each runs on one device, and begins when its inputs have come.
+
+Pure. A part holds the nodes of one device that are equally many devices away from the sources, so that parts never
+wait for each other in a circle.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Set
+from typing import final
+
+from stratagem.errors import FeedError
+from stratagem.graphs.nodes import Kind, Node, Output, described
+from stratagem.graphs.sessions.node_devices import Place
+
+
+@final
+@dataclasses.dataclass(eq=False)
+class Part:
+    """Nodes that one device runs, one after the other.
+
+    Args:
+        number: Its place among the parts.
+        place: The device.
+        nodes: In order.
+        inputs: What comes from other parts, or is fed.
+        outputs: What other parts need, or is fetched.
+        frees: After each node, the values that nothing needs any more.
+    """
+
+    number: int
+    place: Place
+    nodes: list[Node] = dataclasses.field(default_factory=list)
+    inputs: tuple[Output, ...] = ()
+    outputs: frozenset[Output] = frozenset()
+    frees: list[tuple[Output, ...]] = dataclasses.field(default_factory=list)
+
+
+@final
+@dataclasses.dataclass(eq=False)
+class Plan:
+    """What a run does.
+
+    Args:
+        parts: In an order in which they could run one by one.
+        users: The parts that wait for a value.
+        fed: The values that come with the run.
+        fetched: The values that it returns.
+        nodes: All that run or are fed.
+    """
+
+    parts: list[Part]
+    users: dict[Output, list[Part]]
+    fed: frozenset[Output]
+    fetched: frozenset[Output]
+    nodes: list[Node]
+
+    @property
+    def variables(self) -> list[Node]:
+        """The variables that are read or changed."""
+        found = (node if node.kind is Kind.VARIABLE else node.variable for part in self.parts for node in part.nodes)
+        return list(dict.fromkeys(node for node in found if node is not None))
+
+
+def make_plan(fetched: Iterable[Output], fed: Set[Output], where: Callable[[Node], Place]) -> Plan:
+    """The plan of a run.
+
+    Args:
+        fetched: What it is to return.
+        fed: What comes with it.
+        where: On which device a node runs.
+
+    Raises:
+        FeedError: A placeholder is needed that is not fed.
+    """
+    wanted = frozenset(fetched)
+    nodes = _needed(wanted, fed)
+    parts: dict[tuple[Place, int], Part] = {}
+    part_of: dict[Node, Part] = {}
+    levels: dict[Node, int] = {}
+    for node in nodes:
+        place = where(node)
+        sources = [each.node for each in node.inputs if each not in fed]
+        levels[node] = max((levels[each] + (where(each) != place) for each in sources), default=0)
+        part = parts.setdefault((place, levels[node]), Part(len(parts), place))
+        part.nodes.append(node)
+        part_of[node] = part
+    ordered = [part for _, part in sorted(parts.items(), key=lambda item: (item[0][1], item[1].number))]
+    users: dict[Output, list[Part]] = {}
+    for part in ordered:
+        inside = set(part.nodes)
+        used = dict.fromkeys(each for node in part.nodes for each in node.inputs)
+        part.inputs = tuple(each for each in used if each in fed or each.node not in inside)
+        for each in part.inputs:
+            users.setdefault(each, []).append(part)
+    for part in ordered:
+        own = [Output(node, index) for node in part.nodes for index in range(len(node.outputs))]
+        part.outputs = frozenset(
+            each for each in own if each not in fed and (each in users or each in wanted or _is_for_program(each.node))
+        )
+        part.frees = frees_of(part)
+    fed_nodes = [each.node for each in fed if each in users or each in wanted]
+    return Plan(ordered, users, frozenset(fed), wanted, sorted({*nodes, *fed_nodes}, key=lambda node: node.number))
+
+
+def _needed(wanted: Iterable[Output], fed: Set[Output]) -> list[Node]:
+    """The nodes that must run, in order."""
+    found: set[Node] = set()
+    waiting = [each.node for each in wanted if each not in fed]
+    while waiting:
+        node = waiting.pop()
+        if node in found:
+            continue
+        if node.kind is Kind.PLACEHOLDER:
+            raise FeedError(
+                f"placeholder {node.name!r} ({described(node.outputs[0])}, made at {node.line}) is needed and was not "
+                f"fed; give it in feed_dict"
+            )
+        found.add(node)
+        waiting += [each.node for each in node.inputs if each not in fed]
+        waiting += node.checks
+    return sorted(found, key=lambda node: node.number)
+
+
+def _is_for_program(node: Node) -> bool:
+    """Whether it changes a tensor of the program, wherever the node runs."""
+    return node.kind is Kind.ASSIGN and node.variable is not None and node.variable.tensor is not None
+
+
+def frees_of(part: Part) -> list[tuple[Output, ...]]:
+    """After each node of a part, the values that nothing in it needs any more."""
+    last: dict[Output, int] = {}
+    for position, node in enumerate(part.nodes):
+        for index in range(len(node.outputs)):
+            last[Output(node, index)] = position
+        for each in node.inputs:
+            last[each] = position
+    freed: list[list[Output]] = [[] for _ in part.nodes]
+    for output, position in last.items():
+        freed[position].append(output)
+    return [tuple(each) for each in freed]

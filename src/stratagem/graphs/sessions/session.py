@@ -1,0 +1,230 @@
+"""Runs graphs: `sg.Session`.
+
+Owns the life of a session and the steps of one run. Where nodes run is `session_places`', how they are cut
+`session_plan`'s, what computes them a fleet's: `session_local` for this process, one of `cluster` for several tasks.
+"""
+
+import atexit
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeAlias, final
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from stratagem._caller import calling_line
+from stratagem.devices.spec import DeviceSpec
+from stratagem.errors import GraphTypeError, SessionError
+from stratagem.graphs.graph import Graph, get_default_graph
+from stratagem.graphs.nodes import Node, Output
+from stratagem.graphs.sessions.fetches import Fetches, read_feeds, read_fetches
+from stratagem.graphs.sessions.local_devices import LocalFleet
+from stratagem.graphs.sessions.node_devices import Place, Placer
+from stratagem.graphs.sessions.partition import Plan, make_plan
+from stratagem.graphs.sessions.schedule import PATIENCE_S, Run, Worker
+from stratagem.graphs.sessions.session_config import SessionConfig
+from stratagem.graphs.sessions.session_log import SessionLog
+from stratagem.placement import scopes
+from stratagem.placement.log import is_printing
+
+
+class SessionFleet(Protocol):
+    """The devices of a session, and what computes on them.
+
+    Attributes:
+        shares_memory: Whether they see the tensors of the program; otherwise these are sent with each run.
+    """
+
+    shares_memory: bool
+
+    def place(self, spec: DeviceSpec, operation: str) -> Place | None: ...
+    def default(self, spec: DeviceSpec, operation: str) -> Place: ...
+    def mapping(self) -> str: ...
+    def worker(self, place: Place) -> Worker: ...
+    def prepare(self, variable: Node, place: Place, *, anew: bool = False) -> None: ...
+    def commit(self, run: Run, places: dict[Node, Place]) -> None: ...
+    def abandon(self, run: Run) -> None: ...
+    def close(self) -> None: ...
+
+
+Connector: TypeAlias = Callable[[str, SessionConfig], SessionFleet]
+_connectors: list[Connector] = []
+
+
+def connect_with(connector: Connector) -> None:
+    """Registers who reaches the tasks of a cluster, which lies in a layer above this one."""
+    _connectors[:] = [connector]
+
+
+@final
+class Session:
+    """Runs a graph: cut by device, the parts at the same time, with copies in between.
+
+    A thread for each device computes on the cores of that device. What fetches do not need does not run. All operations
+    of a run read the values that variables had when it began; changes take effect when the whole run has succeeded.
+
+    Args:
+        target: A graph; or the target of a server of a cluster (`server.target`), whose tasks then run the graph.
+        graph: The graph, where a target is given too; by default the one that is open, or the program's.
+        config: The settings.
+
+    Raises:
+        HandshakeError: The target is no task of a cluster with the same token.
+    Example:
+        >>> import stratagem as sg
+        >>> with sg.Graph() as graph:
+        ...     x = sg.placeholder(torch.float32, [2, 2])
+        ...     y = x @ torch.ones(2, 2)
+        >>> with Session(graph) as session:
+        ...     session.run(y, {x: [[1.0, 2.0], [3.0, 4.0]]})
+        tensor([[3., 3.],
+                [7., 7.]])
+    """
+
+    def __init__(
+        self, target: str | Graph = "", graph: Graph | None = None, *, config: SessionConfig | None = None
+    ) -> None:
+        if isinstance(target, Graph):
+            graph, target = target, ""
+        if not isinstance(target, str) or not isinstance(graph, Graph | None):
+            raise GraphTypeError(
+                f"a session is made for a graph, a target such as server.target, or both, got {target!r} and {graph!r}"
+            )
+        config = config or SessionConfig()
+        if not isinstance(config, SessionConfig):
+            raise GraphTypeError(f"the settings of a session are sg.SessionConfig(...), got {config!r}")
+        config.check()
+        self.graph = graph or get_default_graph()
+        self._fleet: SessionFleet = _connect(target, config) if target else LocalFleet(config)
+        self._forgotten = weakref.finalize(self, _close_beside, self._fleet)
+        self._forgotten.atexit = False  # a thread could no longer be started then
+        _open.add(self)
+        self._placer = Placer(self._fleet)
+        self._plans: dict[tuple[frozenset[Output], frozenset[Output]], Plan] = {}
+        self._numbers_seen: dict[tuple[Plan, Any], Any] = {}
+        self._log = SessionLog(
+            self._placer,
+            self._fleet.mapping,
+            prints=config.log_device_placement or is_printing(),
+            whole_names=not self._fleet.shares_memory,
+        )
+        self._closed_at: str | None = None
+        self._running = threading.Lock()
+
+    def run(self, fetches: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
+        """Computes what is fetched.
+
+        Args:
+            fetches: A tensor of the graph, its name, what `sg.trace` or `sg.global_variables_initializer` returned, or
+                lists, tuples and dicts of these, however deep.
+            feed_dict: Values for placeholders, or in place of other tensors of the graph.
+
+        Returns:
+            The same form with tensors in the memory of the host, or a text where that was fetched.
+
+        Raises:
+            FeedError: A placeholder is not fed, or what is fed does not fit.
+            GraphError: Something is not in the graph.
+            DeviceNotFoundError: Something was placed on a device that does not exist.
+            SessionError: An operation failed, or the session is closed.
+            TaskLostError: A task of the cluster is gone.
+        """
+        if self._closed_at is not None:
+            raise SessionError(f"the session was closed at {self._closed_at}; make a new one")
+        # No scope and no graph that is open around the call concerns what is computed here.
+        with scopes.recording(), _disable_current_modes(), self._running:
+            return self._run(read_fetches(self.graph, fetches), read_feeds(self.graph, feed_dict))
+
+    def close(self) -> None:
+        """Ends the threads of the session and its connections. A second time it does nothing."""
+        if self._closed_at is None:
+            self._closed_at = calling_line()
+            self._forgotten.detach()
+            self._fleet.close()
+
+    def close_idle(self) -> None:
+        """Closes the session unless it is computing."""
+        if self._running.acquire(blocking=False):
+            try:
+                self.close()
+            finally:
+                self._running.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, asked: Fetches, feeds: dict[Output, torch.Tensor]) -> Any:
+        self._placer.place(self.graph.recorder.nodes)
+        for variable in asked.initialized:
+            self._fleet.prepare(variable, self._placer.where(variable), anew=True)
+        if not self._fleet.shares_memory:
+            own = {Output(node, 0): node.tensor.detach() for node in self.graph.variables if node.tensor is not None}
+            feeds = own | feeds
+        plan = self._plan(asked, feeds)
+        places = {variable: self._placer.where(variable) for variable in plan.variables}
+        for variable, place in places.items():
+            self._fleet.prepare(variable, place)
+        self._log.print([*asked.initialized, *plan.nodes])
+        workers = {part.place: self._fleet.worker(part.place) for part in plan.parts}
+        run = Run(plan, feeds, workers, self._fleet.abandon, self._numbers(plan, feeds))
+        run.execute()
+        results = {output: _result(output, run.owned(run.values[output].cpu())) for output in asked.returned}
+        self._fleet.commit(run, places)
+        self._log.record(plan, run.num_bytes)
+        return asked.filled(results)
+
+    def _numbers(self, plan: Plan, feeds: Mapping[Output, torch.Tensor]) -> Any:
+        """What unknown sizes are in a run; the first time with these numbers, whether the graph fits them."""
+        sizes = self.graph.recorder.sizes
+        if sizes is None:
+            return None
+        found = sizes.numbers(feeds)
+        if (plan, found.key) not in self._numbers_seen:
+            sizes.check([node for part in plan.parts for node in part.nodes], found)
+            self._numbers_seen[plan, found.key] = found
+        return self._numbers_seen[plan, found.key]
+
+    def _plan(self, asked: Fetches, feeds: Mapping[Output, torch.Tensor]) -> Plan:
+        key = (frozenset(asked.outputs), frozenset(feeds))
+        if key not in self._plans:
+            self._plans[key] = make_plan(asked.outputs, feeds.keys(), self._placer.where)
+        return self._plans[key]
+
+
+def _close_beside(fleet: SessionFleet) -> None:
+    """Ends a session that nobody holds any more; that may be noticed in one of its own threads."""
+    thread = threading.Thread(target=fleet.close, name="stratagem-session-end", daemon=True)
+    thread.start()
+    _ending.add(thread)
+
+
+_open: "weakref.WeakSet[Session]" = weakref.WeakSet()
+_ending: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that is in torch when Python ends would take the process down; one that still computes is left alone."""
+    for session in list(_open):
+        with contextlib.suppress(Exception):
+            session.close_idle()
+    for thread in list(_ending):
+        thread.join(PATIENCE_S)
+
+
+def _connect(target: str, config: SessionConfig) -> SessionFleet:
+    if not _connectors:
+        raise SessionError(f"sessions on {target!r} need stratagem.cluster; make them by sg.Session")
+    return _connectors[0](target, config)
+
+
+def _result(output: Output, value: torch.Tensor) -> Any:
+    return bytes(value.tolist()).decode() if output.node.is_text else value

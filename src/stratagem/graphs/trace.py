@@ -1,0 +1,127 @@
+"""Records a function as a graph: `sg.trace`."""
+
+import dataclasses
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stratagem.errors import GraphError, GraphTypeError
+from stratagem.graphs.graph import Graph, placeholder
+from stratagem.graphs.graph_tensor import GraphTensor
+from stratagem.graphs.nodes import described
+from stratagem.graphs.recorder import GraphRecorder
+from stratagem.graphs.trace_optimizers import recordable_optimizers
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """The form of a tensor that a function is traced for, in place of an example.
+
+    Args:
+        shape: Its shape; a size that is `None` may be another one in each run.
+        dtype: Its type.
+    """
+
+    shape: Sequence[int | None]
+    dtype: torch.dtype = torch.float32
+
+
+@final
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Traced:
+    """A function as a graph; to be fetched: `session.run(traced, traced.feed(x, y))`.
+
+    Attributes:
+        graph: What it does.
+        inputs: A placeholder for each tensor among its arguments.
+        outputs: What it returns, with tensors of the graph.
+        updates: The changes of the program's tensors that it makes; fetching it makes them too.
+    """
+
+    graph: Graph
+    inputs: tuple[GraphTensor, ...]
+    outputs: Any
+    updates: tuple[GraphTensor, ...]
+
+    def feed(self, *args: Any) -> dict[torch.Tensor, Any]:
+        """What to feed for arguments like those that it was traced with."""
+        tensors = [each for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)]
+        if len(tensors) != len(self.inputs):
+            raise GraphError(f"the function was traced with {len(self.inputs)} tensors, got {len(tensors)}")
+        return dict(zip(self.inputs, tensors, strict=True))
+
+    def __repr__(self) -> str:
+        return f"<Traced of {len(self.graph.nodes)} operations>"
+
+
+def trace(function: Callable[..., Any], *examples: Any) -> Traced:
+    """Records what a function does with tensors, a training step included: gradients and updates of an optimizer.
+
+    Nothing is computed. Tensors that exist already, such as the parameters of a model and the state of an optimizer,
+    are variables: a session reads them when it runs, and changes them when it has succeeded. Other arguments than
+    tensors, and what the function does in Python, stay as they were during the recording.
+
+    Args:
+        function: What to record; it must not depend on the values of tensors.
+        examples: Its arguments; of tensors, only shape and type matter. `sg.TensorSpec([None, 784])` is a tensor of any
+            number of rows.
+
+    Raises:
+        GraphError: The function needs values, or keeps tensors that it has made.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> def loss(x):
+        ...     return model(x).square().mean()
+        >>> trace(loss, torch.ones(5, 3))
+        <Traced of 7 operations>
+    """
+    if not callable(function):
+        raise GraphTypeError(f"a function is traced, got {function!r}")
+    graph = Graph(_recorder=GraphRecorder(adopts_all=True))
+    leaves, structure = pytree.tree_flatten(examples)
+    with graph, recordable_optimizers():
+        given = [
+            placeholder(each.dtype, each.shape, name=f"input_{index}")
+            if isinstance(each, torch.Tensor | TensorSpec)
+            else each
+            for index, each in enumerate(leaves)
+        ]
+        for made, example in zip(given, leaves, strict=True):
+            if isinstance(example, torch.Tensor) and example.requires_grad:
+                made.requires_grad_()
+        try:
+            outputs = pytree.tree_map(_output, function(*pytree.tree_unflatten(given, structure)))
+        finally:
+            graph.recorder.give_back_gradients()
+        traced = Traced(graph, tuple(each for each in given if isinstance(each, GraphTensor)), outputs, graph.updates)
+        _refuse_what_was_kept(traced)
+        return traced
+
+
+def _output(value: Any) -> Any:
+    """What a function returns, without the gradients' own graph, which would keep everything alive."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not isinstance(value, GraphTensor):
+        raise GraphError(
+            f"the function returns a tensor {described(value)} that depends neither on its arguments nor on tensors "
+            f"that existed before; leave it out"
+        )
+    return value.detach()
+
+
+def _refuse_what_was_kept(traced: Traced) -> None:
+    """A tensor that a function has made has another value in each run; kept outside, it would mean none of them."""
+    gc.collect()
+    known = [*traced.inputs, *traced.updates, *pytree.tree_leaves(traced.outputs)]
+    kept = traced.graph.recorder.alive_besides(known)
+    if kept:
+        raise GraphError(
+            f"the function keeps {len(kept)} tensor(s) that it has made, first {kept[0]!r}; state that outlives a run "
+            f"must exist before: call the function once with ordinary tensors, then trace it"
+        )

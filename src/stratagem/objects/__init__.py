@@ -1,0 +1,1 @@
+"""Distributed objects: named, tracked, sent to replicas and kept up to date."""

@@ -1,0 +1,1 @@
+"""The parameter server of one machine: variables in memory that all workers share."""

@@ -1,0 +1,1 @@
+"""The side of a worker: push, pull, wait."""

@@ -1,0 +1,254 @@
+"""The pace that workers of several machines keep with each other: who waits for whom, and which pushes are one update.
+
+Called in the thread of the desk. Every shard decides for itself: all workers push to all shards, and say how far they
+are, so that clocks and rounds are the same in each, and whoever is slowest waits nowhere.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+import torch
+
+from stratagem.errors import ParameterError, StratagemError
+from stratagem.parameters.network.server.client_requests import Request, name_of
+from stratagem.parameters.protocol import Outcome, Push, Rows, Verdict
+from stratagem.parameters.shard import Shard
+
+_ROUNDS: Final = -1
+"""The worker in whose name a shard applies what several have pushed."""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Pacing:
+    """How far workers may be apart.
+
+    Args:
+        max_ahead: How many pushes a worker may be ahead of the slowest; `None` for any.
+        num_gradients: How many pushes make one update; `None` if each makes its own.
+        members: The numbers of the workers that take part.
+        stall_s: How long a worker waits for others before that is an error.
+        rates: The factors of the learning rate of a push, by its staleness; the last one holds for all beyond. None
+            for 1.
+    """
+
+    max_ahead: int | None = None
+    num_gradients: int | None = None
+    members: tuple[int, ...] = ()
+    stall_s: float = 60.0
+    rates: tuple[float, ...] = ()
+
+    def rate_of(self, staleness: int) -> float:
+        """The factor of the learning rate of a push."""
+        return self.rates[min(staleness, len(self.rates) - 1)] if self.rates else 1.0
+
+    def __str__(self) -> str:
+        if self.num_gradients is not None:
+            return f"Synchronous(backup_workers={len(self.members) - self.num_gradients})"
+        return "Async()" if self.max_ahead is None else f"BoundedStaleness({self.max_ahead})"
+
+    def to_body(self) -> list[Any]:
+        """As a field of a body."""
+        return [list(each) if isinstance(each, tuple) else each for each in dataclasses.astuple(self)]
+
+    @classmethod
+    def from_body(cls, field: Sequence[Any]) -> "Pacing":
+        """What a field of a body stands for."""
+        max_ahead, num_gradients, members, stall_s, rates = field
+        return cls(max_ahead, num_gradients, tuple(members), stall_s, tuple(rates))
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Waiting:
+    request: Request
+    push: Push
+    outcome: Outcome | None
+    since: float
+
+
+@final
+class Pace:
+    """Applies pushes to a shard and has them answered, each when it may go on.
+
+    Args:
+        pacing: How far workers may be apart.
+        shard: What is updated.
+        answer: Answers a push that has been judged.
+        fail: Answers one that cannot be.
+    """
+
+    def __init__(
+        self,
+        pacing: Pacing,
+        shard: Shard,
+        answer: Callable[[Request, Outcome], None],
+        fail: Callable[[Request, Exception], None],
+    ) -> None:
+        self._pacing = pacing
+        self._shard = shard
+        self._answer = answer
+        self._fail = fail
+        self._clocks: dict[int, int] = {}
+        self._left: set[int] = set()
+        self._lost: set[int] = set()
+        self._waiting: dict[int, _Waiting] = {}
+        self._num_rounds = 0
+        self._life = shard.admit(_ROUNDS) if pacing.num_gradients is not None else 0
+
+    @property
+    def is_anybody_waiting(self) -> bool:
+        """Whether `look` is to be called now and then."""
+        return bool(self._waiting)
+
+    def enter(self, worker: int) -> int:
+        """A worker takes part from now on.
+
+        Returns:
+            How far it is: as far as the slowest of the others.
+        """
+        self._left.discard(worker)
+        self._lost.discard(worker)
+        self._clocks[worker] = min(self._clocks.values(), default=0)
+        return self._clocks[worker]
+
+    def leave(self, worker: int, *, is_done: bool) -> None:
+        """A worker takes part no longer; nobody waits for it.
+
+        Args:
+            worker: Which.
+            is_done: Whether it has done all that it had to.
+        """
+        self._clocks.pop(worker, None)
+        self._waiting.pop(worker, None)
+        self._left.discard(worker)
+        self._lost.discard(worker)
+        if worker in self._pacing.members:
+            (self._left if is_done else self._lost).add(worker)
+        self.look()
+
+    def push(self, request: Request, push: Push) -> Outcome | None:
+        """Takes an update; its answer comes when its worker may go on.
+
+        Returns:
+            What came of it, if that is known already.
+        """
+        outcome = None
+        if self._pacing.num_gradients is None:
+            outcome = self._shard.push(push)
+            if outcome.is_applied and push.worker in self._clocks:
+                self._clocks[push.worker] = request.body["clock"]
+            self._waiting[push.worker] = _Waiting(request, push, outcome, time.monotonic())
+        elif not push.incarnation:
+            self._answer(request, Outcome(Verdict.FENCED, self._shard.version, reason="it was declared lost"))
+            return None
+        elif push.version != self._shard.version:
+            late = self._shard.version - push.version
+            reason = f"step {push.version} was complete without it"
+            self._answer(request, Outcome(Verdict.STALE, self._shard.version, max(0, late), reason))
+            return None
+        else:
+            self._waiting[push.worker] = _Waiting(request, push, None, time.monotonic())
+        self.look()
+        return outcome
+
+    def look(self) -> None:
+        """Has answered who may go on, and who has waited too long."""
+        if self._pacing.num_gradients is None:
+            slowest = min(self._clocks.values(), default=0)
+            for worker, each in list(self._waiting.items()):
+                if each.outcome is not None and self._may_go(worker, slowest):
+                    del self._waiting[worker]
+                    self._answer(each.request, each.outcome)
+        elif self._waiting:
+            self._complete()
+        now = time.monotonic()
+        if any(now - each.since > self._pacing.stall_s for each in self._waiting.values()):
+            self._fail_all(self._stalled())
+
+    def _may_go(self, worker: int, slowest: int) -> bool:
+        bound = self._pacing.max_ahead
+        return bound is None or self._clocks.get(worker, 0) - slowest <= bound
+
+    # Updates of several pushes
+
+    def _complete(self) -> None:
+        """Makes one update of what has come, if that is enough."""
+        wanted, members = self._pacing.num_gradients or 1, len(self._pacing.members)
+        if len(self._lost) > members - wanted:
+            names = ", ".join(map(name_of, sorted(self._lost)))
+            self._fail_all(
+                ParameterError(
+                    f"{names} is lost, and each step needs the gradients of {wanted} workers. Start all tasks again, "
+                    f"or allow for losses with Synchronous(backup_workers=...) or Async()"
+                )
+            )
+        elif len(self._waiting) >= min(wanted, members - len(self._left) - len(self._lost)):
+            waiting = [self._waiting[worker] for worker in sorted(self._waiting)]
+            self._waiting.clear()
+            try:
+                weights = [each.request.body["weight"] for each in waiting]
+                outcome = self._shard.push(self._merged([each.push for each in waiting], weights))
+            except Exception as error:  # whatever it is, all who wait must hear of it
+                for each in waiting:
+                    self._fail(each.request, error)
+                return
+            self._num_rounds += outcome.is_applied
+            for each in waiting:
+                self._answer(each.request, outcome)
+
+    def _merged(self, pushes: Sequence[Push], weights: Sequence[int]) -> Push:
+        """The mean over all examples, in the order of workers and not of arrival: two runs must agree."""
+        total = sum(weights) or 1
+        names = dict.fromkeys(name for push in pushes for name in push.gradients)
+        gradients = {
+            name: _sum(
+                [
+                    (push.gradients[name], weight / total)
+                    for push, weight in zip(pushes, weights, strict=True)
+                    if name in push.gradients
+                ]
+            )
+            for name in names
+        }
+        return dataclasses.replace(
+            pushes[0],
+            worker=_ROUNDS,
+            incarnation=self._life,
+            number=self._num_rounds + 1,
+            gradients=gradients,
+            options=next((push.options for push in pushes if push.options is not None), None),
+        )
+
+    # Waits that end badly
+
+    def _fail_all(self, error: StratagemError) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for each in waiting.values():
+            self._fail(each.request, error)
+
+    def _stalled(self) -> StratagemError:
+        slow = [worker for worker in self._clocks if worker not in self._waiting]
+        names = ", ".join(map(name_of, sorted(slow))) or "workers that have not come"
+        return ParameterError(
+            f"waited {self._pacing.stall_s:g} s for {names}, which has not pushed; see what it does, raise "
+            f"stall_timeout_s, or use Async()"
+        )
+
+
+def _sum(parts: Sequence[tuple[torch.Tensor | Rows, float]]) -> torch.Tensor | Rows:
+    first = parts[0][0]
+    rows = [(value, weight) for value, weight in parts if isinstance(value, Rows)]
+    if rows and len(rows) < len(parts):
+        raise ParameterError("of one variable came a whole gradient and rows")
+    if not isinstance(first, Rows):
+        total = first * parts[0][1]
+        for value, weight in parts[1:]:
+            total.add_(value, alpha=weight)  # type: ignore[arg-type]  # none of them is rows
+        return total
+    indices, places = torch.unique(torch.cat([value.indices for value, _ in rows]), return_inverse=True)
+    summed = first.values.new_zeros((len(indices), *first.values.shape[1:]))
+    summed.index_add_(0, places, torch.cat([value.values * weight for value, weight in rows]))
+    return Rows(indices, summed)

@@ -1,0 +1,122 @@
+"""What a child process does: calls what the controller sends, and answers.
+
+The loop knows nothing of strategies or tensors: a message is a function with its arguments, an
+answer is its result or its failure. What a child prints goes to the controller, line by line.
+"""
+
+import faulthandler
+import io
+import signal
+import socket
+import sys
+import traceback
+from typing import Any, final
+
+from stratagem.errors import ReplicaError
+from stratagem.processes.children import Pipe
+from stratagem.processes.packing import survives
+from stratagem.processes.pipe import Wire
+from stratagem.processes.registry import Registry
+
+DONE, FAILED, PRINTED = "done", "failed", "printed"
+
+
+@final
+class Child:
+    """This process, if it is a child: its number, its pipe and the distributed objects it holds."""
+
+    def __init__(self, wire: Pipe, registry: Registry) -> None:
+        self.wire = wire
+        self.registry = registry
+
+
+_this_process: list[Child] = []
+
+
+def this_child() -> Child | None:
+    """The child that this process is, or `None` in a controller."""
+    return _this_process[0] if _this_process else None
+
+
+def main(descriptor: int) -> None:
+    """Serves the controller at the other end of the pipe until it is gone or has shut the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    registry = Registry(keeps=True)
+    serve(Wire(socket.socket(fileno=descriptor), registry.reference, registry.resolve), registry)
+
+
+def serve(wire: Pipe, registry: Registry) -> None:
+    """Makes this process a child: calls what comes, and answers, until nothing more will come.
+
+    Args:
+        wire: The way to the controller.
+        registry: The distributed objects that this child holds.
+    """
+    _this_process.append(Child(wire, registry))
+    sys.stdout = _Relay(wire, "stdout")
+    sys.stderr = _Relay(wire, "stderr")
+    number = 0
+    while True:
+        number += 1  # both ends count, so that an answer to an earlier call is known as such
+        try:
+            function, arguments = wire.receive()
+        except (EOFError, ConnectionResetError):
+            return
+        except Exception as error:  # what was sent cannot be built here
+            wire.send((FAILED, number, describe(error)))
+            continue
+        _answer(wire, number, function, arguments)
+
+
+def _answer(wire: Pipe, number: int, function: Any, arguments: tuple[Any, ...]) -> None:
+    try:
+        answer = (DONE, number, function(*arguments))
+    except BaseException as error:  # SystemExit in a replica must not end it silently
+        answer = (FAILED, number, describe(error))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        wire.send(answer)
+    except (BrokenPipeError, ConnectionResetError):
+        return
+    except Exception as error:
+        refused = ReplicaError(
+            f"what the function returned cannot be sent to the main program: {error}; "
+            f"return tensors, numbers or plain objects"
+        )
+        wire.send((FAILED, number, describe(refused)))
+
+
+def describe(error: BaseException) -> tuple[BaseException | None, str, str]:
+    """An error as it travels: itself if it can, its one line, and its traceback."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    line = traceback.format_exception_only(error)[-1].strip()
+    return (error.with_traceback(None) if survives(error) else None), line, text
+
+
+@final
+class _Relay(io.TextIOBase):
+    """A text stream that sends whole lines to the controller."""
+
+    encoding = "utf-8"
+
+    def __init__(self, wire: Pipe, stream: str) -> None:
+        self._wire = wire
+        self._stream = stream
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        if lines:
+            self._wire.send((PRINTED, self._stream, "\n".join(lines)))
+        return len(text)
+
+    def flush(self) -> None:
+        if self._line:
+            line, self._line = self._line, ""
+            self._wire.send((PRINTED, self._stream, line))
+
+    def writable(self) -> bool:
+        return True

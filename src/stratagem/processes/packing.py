@@ -1,0 +1,429 @@
+"""Turns objects into bytes and back, for the pipe between the controller and its own children.
+
+The only place where anything is unpickled: both ends are processes of one user's one program, and
+nothing else can hold the pipe (where Ray carries what is said, both ends belong to its cluster).
+Tensors never pass through the pickle: they travel as raw bytes beside it. Distributed objects travel
+as references (`Registry`); functions and classes of the user's own modules travel by value, so that
+no module of the user's is ever run a second time.
+"""
+
+import functools
+import importlib
+import io
+import os
+import pickle
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType, ModuleType
+from typing import Any, final
+
+import cloudpickle  # type: ignore[import-untyped]
+import numpy as np
+import torch
+
+from stratagem.errors import StratagemError, StrategyError
+from stratagem.processes.message_memory import ALIGN
+from stratagem.processes.region import Region
+
+_OPTIMIZER_METHODS = ("step", "state_dict", "load_state_dict", "zero_grad")
+_TINY_BYTES = 1024
+
+
+@final
+class Raw:
+    """A tensor that arrives as a tensor of its own: dtype, shape and bytes.
+
+    Args:
+        tensor: A contiguous one in the memory of this machine.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def reduced(self, beside: Callable[[Any], Any]) -> tuple[Any, ...]:
+        """The function that makes the tensor anew, and its arguments.
+
+        Args:
+            beside: Makes bytes travel beside the message, not in it.
+        """
+        tensor = self.tensor
+        # As a flat row, whatever steps axes of length 1 have.
+        content: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+        data = content.tobytes() if len(content) <= _TINY_BYTES else beside(content)
+        return _from_bytes, (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+
+
+def _from_bytes(dtype: str, shape: tuple[int, ...], data: Any) -> torch.Tensor:
+    if not len(data):
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    own: Any = bytearray(data) if type(data) is bytes else data
+    return torch.frombuffer(own, dtype=getattr(torch, dtype)).view(shape)
+
+
+@final
+class Packed:
+    """An object ready to be sent: its pickle, and the raw bytes of its tensors beside it."""
+
+    def __init__(self, data: bytes, buffers: list[memoryview], regions: list[Region]) -> None:
+        self.data = data
+        self.buffers = buffers
+        self.regions = regions
+
+
+def pack(message: object, reference: Callable[[Any], Any] = lambda _: None) -> Packed:
+    """Turns an object into bytes. Raises what pickle raises, naming what cannot be sent."""
+    file = io.BytesIO()
+    buffers: list[memoryview] = []
+    pickler = _Pickler(file, reference, buffers)
+    pickler.dump(message)
+    pickler.cut_storages()
+    return Packed(file.getvalue(), buffers, pickler.regions)
+
+
+def unpack(
+    data: bytes | bytearray,
+    buffers: Sequence[memoryview | bytearray],
+    resolve: Callable[[Any], Any] | None,
+    descriptors: Sequence[int] = (),
+    *,
+    keeps_classes: bool = False,
+) -> Any:
+    """Makes an object of what `pack` made of it.
+
+    Args:
+        data: Its pickle.
+        buffers: What came beside it.
+        resolve: Gives the object of a name on this side.
+        descriptors: Of the shared memory that came with it, if descriptors can be handed over at all.
+        keeps_classes: Whether classes that this side has stay as they are.
+    """
+    return _Unpickler(data, list(buffers), list(descriptors), resolve, keeps_classes).load()
+
+
+def can_be_packed(value: object, reference: Callable[[Any], Any]) -> bool:
+    """Whether an object can be turned into bytes."""
+    try:
+        pack(value, reference)
+    except Exception:
+        return False
+    return True
+
+
+def survives(error: BaseException) -> bool:
+    """Whether an error of this process comes out on the other side as itself."""
+    try:
+        copy = pickle.loads(cloudpickle.dumps(error.with_traceback(None)))  # noqa: S301  # made in this line
+    except Exception:
+        return False
+    return type(copy).__name__ == type(error).__name__ and str(copy) == str(error)
+
+
+# How objects of other libraries travel: given an object, what pickle's `__reduce__` returns, or `NotImplemented`.
+reducers: list[Callable[[Any], Any]] = []
+
+_NEVER_NAMED = frozenset({int, float, bool, str, bytes, type(None), tuple, list, dict})
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not typed
+    def __init__(self, file: io.BytesIO, reference: Callable[[Any], Any], buffers: list[memoryview]) -> None:
+        self.regions: list[Region] = []
+        self._reference = reference
+        self._storages: dict[int, _Storage] = {}
+        self._buffers = buffers
+        super().__init__(file, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
+
+    def cut_storages(self) -> None:
+        """Leaves out what no tensor of the message uses: a slice of a large tensor travels alone."""
+        for storage in self._storages.values():
+            storage.cut(self._buffers)
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) in _NEVER_NAMED:
+            return None
+        if isinstance(obj, Region):
+            self.regions.append(obj)
+            return Region, len(self.regions) - 1, obj.num_bytes
+        return self._reference(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Raw:
+            return obj.reduced(pickle.PickleBuffer)
+        if isinstance(obj, FunctionType | type) and _is_ours(obj):
+            return NotImplemented  # its name is enough
+        if isinstance(obj, torch.Tensor):
+            return self._reduce_tensor(obj)
+        if isinstance(obj, torch.optim.Optimizer):
+            # Its own way leaves out what subclasses add; methods replaced on the instance stay here.
+            state = {key: value for key, value in obj.__dict__.items() if key not in _OPTIMIZER_METHODS}
+            _send_by_value_if_users(type(obj).__module__)
+            return _build_optimizer, (type(obj), state)
+        if isinstance(obj, ModuleType):
+            if travels_by_value(obj):
+                return self._reduce_module(obj)
+            if sys.modules.get(obj.__name__) is obj:
+                return importlib.import_module, (obj.__name__,)  # also of a kind of its own, as torch.backends.cpu
+        for reduce in reducers:
+            if (way := reduce(obj)) is not NotImplemented:
+                _send_by_value_if_users(type(obj).__module__)
+                return way
+        _send_by_value_if_users(getattr(obj, "__module__", None))
+        return super().reducer_override(obj)
+
+    def _reduce_module(self, module: ModuleType) -> Any:
+        """A module of the user's, without what cannot be sent: most functions use little of their modules."""
+        members: dict[str, Any] = {}
+        if module not in _probed:
+            _probed.append(module)
+            try:
+                members = {name: each for name, each in vars(module).items() if self._can_be_sent(name, each)}
+            finally:
+                _probed.remove(module)
+        return cloudpickle.cloudpickle.dynamic_subimport, (module.__name__, members)
+
+    def _can_be_sent(self, name: str, member: Any) -> bool:
+        if name in ("__builtins__", "__spec__", "__loader__"):
+            return False
+        return can_be_packed(member, self._reference)
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+            return NotImplemented
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return NotImplemented
+        storage = tensor.untyped_storage()
+        # Views of one storage stay views of one storage on the other side.
+        holder = self._storages.get(storage.data_ptr())
+        if holder is None:
+            holder = self._storages[storage.data_ptr()] = _Storage(storage)
+            holder.number = len(self._buffers)  # its buffers are the next ones
+        holder.use(tensor)
+        form = (str(tensor.dtype).removeprefix("torch."), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        return _build_tensor, (holder, *form, tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self,
+        data: bytes | bytearray,
+        buffers: list[memoryview | bytearray],
+        descriptors: list[int],
+        resolve: Callable[[Any], Any] | None,
+        keeps_classes: bool,
+    ) -> None:
+        super().__init__(io.BytesIO(data), buffers=buffers)
+        self._descriptors = descriptors
+        self._resolve = resolve
+        self._keeps_classes = keeps_classes
+        self._kept: set[type] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if not self._keeps_classes or module != cloudpickle.cloudpickle.__name__:
+            return found
+        if name in ("_make_skeleton_class", "_make_skeleton_enum"):
+            return functools.partial(self._make_class, found)
+        return functools.partial(self._fill_class, found) if name == "_class_setstate" else found
+
+    def _make_class(self, make: Callable[..., type], *args: Any) -> type:
+        known = set(cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS)
+        made = make(*args)
+        if made in known:
+            self._kept.add(made)
+        return made
+
+    def _fill_class(self, fill: Callable[[type, Any], type], kind: type, state: Any) -> type:
+        return kind if kind in self._kept else fill(kind, state)
+
+    def persistent_load(self, name: Any) -> Any:
+        if isinstance(name, tuple) and name[0] is Region:
+            return Region(self._descriptors[name[1]], name[2])
+        if self._resolve is None:
+            raise pickle.UnpicklingError(f"this end of the pipe knows no distributed objects, got {name!r}")
+        return self._resolve(name)
+
+
+@final
+class _Storage:
+    """The memory of a tensor on its way.
+
+    Its range travels beside the pickle like its bytes, so that it can be set when all tensors are known.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, start: int = 0) -> None:
+        self.storage = storage
+        self.start = start
+        self._range = np.array([storage.nbytes(), 0])
+        self.number = 0
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """Notes the bytes that a tensor needs."""
+        if tensor.numel():
+            first = tensor.storage_offset()
+            last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            self._range[0] = min(self._range[0], first * tensor.itemsize // ALIGN * ALIGN)
+            self._range[1] = max(self._range[1], (last + 1) * tensor.itemsize)
+
+    def cut(self, buffers: list[memoryview]) -> None:
+        """Leaves only the bytes that were noted in the buffers of a message."""
+        start, end = self._range
+        buffers[self.number + 1] = buffers[self.number + 1][start : max(start, end)]
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        flat = torch.empty(0, dtype=torch.uint8).set_(self.storage)
+        whole: Any = flat.numpy()
+        own: Any = self._range
+        return _build_storage, (pickle.PickleBuffer(own), pickle.PickleBuffer(whole))
+
+
+def _build_storage(span: Any, buffer: Any) -> _Storage:
+    start = int(np.frombuffer(span, dtype=np.int64)[0])
+    if not len(buffer):
+        return _Storage(torch.empty(0, dtype=torch.uint8).untyped_storage(), start)
+    return _Storage(torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage(), start)
+
+
+def _build_tensor(
+    holder: _Storage, dtype: str, offset: int, shape: Any, stride: Any, requires_grad: bool, is_parameter: bool
+) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=getattr(torch, dtype))
+    offset -= holder.start // tensor.itemsize
+    tensor = tensor.set_(holder.storage, offset if 0 not in shape else 0, shape, stride)
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad) if requires_grad else tensor
+
+
+def _build_optimizer(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
+    optimizer = object.__new__(kind)
+    optimizer.__setstate__({key: state.pop(key) for key in ("defaults", "state", "param_groups")})
+    optimizer.__dict__.update(state)
+    return optimizer
+
+
+_INSTALLED = tuple(
+    os.path.realpath(sysconfig.get_paths()[kind]) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_probed: list[ModuleType] = []  # modules whose members are being tried, one inside the other
+_known_modules: set[str] = {"__main__", "builtins"}
+
+
+def travels_by_value(obj: Any) -> bool:
+    """Whether a function, class or module is sent whole, and not as the name of one that children import."""
+    _send_by_value_if_users(obj.__name__ if isinstance(obj, ModuleType) else getattr(obj, "__module__", None))
+    return not cloudpickle.cloudpickle._should_pickle_by_reference(obj)
+
+
+def _is_ours(obj: Any) -> bool:
+    """Whether a function or class is one of stratagem's own, found by its name."""
+    return (obj.__module__ or "").startswith("stratagem.") and "<" not in obj.__qualname__
+
+
+def _send_by_value_if_users(name: str | None) -> None:
+    """Lets functions and classes of a user's own module travel by value.
+
+    A module that is not part of Python, of an installed package or of stratagem is the user's; a
+    child that imported it would run it a second time.
+    """
+    if name is None or name in _known_modules:
+        return
+    _known_modules.add(name)
+    module = sys.modules.get(name)
+    if isinstance(module, ModuleType) and _is_users(module):
+        cloudpickle.register_pickle_by_value(module)
+
+
+def _is_users(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if file is None or module.__name__.partition(".")[0] in ("stratagem", "torch", "numpy", "keras"):
+        return False
+    return not os.path.realpath(file).startswith(_INSTALLED)
+
+
+def pack_for(whom: str, message: Any, reference: Callable[[Any], Any]) -> Packed:
+    """A message as it travels.
+
+    Args:
+        whom: Who it is for, in words.
+        message: Any object.
+        reference: How objects are named on the way; may refuse some.
+
+    Raises:
+        StrategyError: A part of it cannot be sent; it says which.
+    """
+    try:
+        return pack(message, reference)
+    except StratagemError:
+        raise
+    except Exception as error:
+        part, where = find_unsendable(message, lambda each: can_be_packed(each, reference))
+        raise StrategyError(
+            f"a {type(part).__name__} cannot be sent to {whom}{f' ({where})' if where else ''}: {error}. "
+            f"Make it inside the function, or leave it out"
+        ) from error
+
+
+def find_unsendable(value: Any, can_be_sent: Callable[[Any], bool]) -> tuple[Any, str]:
+    """The innermost part of a value that cannot be sent, and where it was found."""
+    return _innermost(value, can_be_sent, "", {id(value): value}) or (value, "")
+
+
+def _innermost(
+    value: Any, can_be_sent: Callable[[Any], bool], where: str, seen: dict[int, Any]
+) -> tuple[Any, str] | None:
+    """The same, of one that cannot be sent; `None` if that is only because of parts that have been looked into."""
+    leads_back = False
+    for part, place in _places(value):
+        if id(part) in seen:
+            leads_back = True
+        elif not can_be_sent(part):
+            seen[id(part)] = part
+            found = _innermost(part, can_be_sent, f"{where}, {place}" if where and place else where or place, seen)
+            if found is not None:
+                return found
+            leads_back = True
+    return None if leads_back else (value, where)
+
+
+def _places(value: Any) -> Iterator[tuple[Any, str]]:
+    if isinstance(value, tuple | list | set | frozenset):
+        yield from ((each, "") for each in value)
+    elif isinstance(value, dict):
+        yield from ((key, "a key of a dict") for key in value)
+        yield from ((each, f"under the key {key!r}") for key, each in value.items())
+    elif isinstance(value, types.FunctionType):
+        name, cells = value.__name__, zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+        yield from ((cell.cell_contents, f"captured as {free!r} by {name}") for free, cell in cells if is_filled(cell))
+        used = [each for each in global_names(value.__code__) if each in value.__globals__]
+        yield from ((value.__globals__[each], f"the global {each!r} of {name}") for each in used)
+        yield from ((each, f"a default of {name}") for each in value.__defaults__ or ())
+    elif isinstance(value, types.MethodType):
+        yield value.__self__, f"the object of the method {value.__name__}"
+    elif isinstance(value, functools.partial):
+        yield from ((each, "in a partial") for each in (value.func, value.args, value.keywords))
+    elif isinstance(value, type):
+        own = vars(value).items() if travels_by_value(value) else ()
+        yield from ((each, f"{name!r} of the class {value.__name__}") for name, each in own)
+    elif not isinstance(value, types.ModuleType) and hasattr(value, "__dict__"):
+        state = next((way[2] for reduce in reducers if (way := reduce(value)) is not NotImplemented), vars(value))
+        yield from ((each, f"the attribute {name!r} of a {type(value).__name__}") for name, each in state.items())
+        yield type(value), ""
+
+
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The names of globals that code may use, that of inner functions included."""
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= dict.fromkeys(global_names(constant))
+    return tuple(names)
+
+
+def is_filled(cell: types.CellType) -> bool:
+    """Whether a cell of a closure has content."""
+    try:
+        cell.cell_contents  # noqa: B018  # an empty cell raises
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,271 @@
+"""Lets Keras train on all replicas: `fit`, `evaluate`, `predict` and their kin, of models made in a scope.
+
+Keras' own loop runs in the main program, with its data, callbacks and progress bar. Only the function
+that it calls for each batch is another one: it cuts the global batch and runs the step in every replica.
+"""
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import keras
+import torch
+from keras.src import backend
+from keras.src.backend.torch.trainer import TorchTrainer
+from keras.src.trainers.trainer import Trainer
+
+from stratagem.engine import context
+from stratagem.errors import StrategyError
+from stratagem.objects import state_diff
+from stratagem.processes import packing
+from stratagem.strategies.strategy import Strategy
+from stratagem.training.keras import changes, keras_objects, pending_steps, steps
+
+_KINDS = ("train", "test", "predict")
+_WITHOUT_TRAINING = ("test", "predict")  # what a model can do on its own when its strategy is closed
+_LAGGING = ("fit", "evaluate")  # whose logs may be those of an earlier step
+_LOOPS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+
+_owners: "weakref.WeakKeyDictionary[Any, Strategy]" = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def install() -> None:
+    """Connects Keras, once for the process."""
+    if keras.backend.backend() != "torch":
+        _wrap(Trainer, "__init__", _refuse_backend)
+        return
+    packing.reducers.append(keras_objects.reduce)
+    state_diff.kept_elsewhere.append(keras.Layer)  # `keras_changes` knows what layers hold
+    _wrap(TorchTrainer, "__init__", _note_owner)
+    _wrap(Trainer, "_symbolic_build", _build_in_scope)
+    for kind in _KINDS:
+        _wrap(TorchTrainer, f"make_{kind}_function", functools.partial(_make_function, kind))
+    _wrap(Trainer, "compile", _compile)  # Keras asks whether a model has its own: not that of another class
+    for name in _LOOPS:
+        _wrap(TorchTrainer, name, functools.partial(_require_owner, name))
+    _wrap(keras.callbacks.CallbackList, "__init__", _init_callbacks)
+
+
+@final
+class _Steps:
+    """The steps of one model on the replicas of its strategy.
+
+    Args:
+        model: The Keras model.
+        strategy: Its strategy.
+    """
+
+    def __init__(self, model: Any, strategy: Strategy) -> None:
+        self._model: Any = weakref.ref(model)
+        self._strategy = strategy
+        self._shares_steps = strategy.num_replicas_in_sync > 1 and strategy.is_in_step
+        self._batch: Any = None
+        self._slices = iter(strategy.distribute(self._batches()))
+        self._compiled: steps.Compiled | None = None
+        self._seen: Any = None
+        self._changed: dict[int, Any] = {}
+        self._under_way = pending_steps.UnderWay(strategy)
+
+    def train(self, data: Any) -> Any:
+        """What Keras calls for a batch to train on."""
+        return self._logs("train", data[0])
+
+    def test(self, data: Any) -> Any:
+        """What Keras calls for a batch to evaluate."""
+        return self._logs("test", data[0])
+
+    def predict(self, data: Any) -> Any:
+        """What Keras calls for a batch to predict."""
+        self._build(data[0])
+        told = self._run("predict", data[0])
+        if not self._shares_steps:
+            return self._strategy.local_results(told)[0]
+        return self._strategy.gather(told)
+
+    def _logs(self, kind: str, batch: Any) -> Any:
+        """What a step tells: metrics as they are for all replicas, other values as their mean."""
+        model, logs = self._model(), self._run(kind, batch)
+        if not self._shares_steps:
+            return self._under_way.logs_after(logs)
+        found = model.get_metrics_result() if any(value[0] is None for value in logs.values()) else {}
+        return {
+            name: found[name] if value[0] is None else self._strategy.reduce("mean", value)
+            for name, value in logs.items()
+        }
+
+    def _run(self, kind: str, batch: Any) -> Any:
+        """Runs a step on all replicas, and keeps what it changed."""
+        compiled = self._current()
+        self._batch = keras.tree.map_structure(lambda each: each if each is None else torch.as_tensor(each), batch)
+        # A program that is not in step with the others has nobody to evaluate or predict the rest of a batch.
+        data = next(self._slices) if kind == "train" or self._strategy.is_in_step else self._batch
+        result = self._strategy.run(steps.step, args=(kind, compiled, data))
+        if self._shares_steps:
+            _, sums = result
+            compiled.state(kind).keep(None if sums[0] is None else self._strategy.reduce("sum", sums))
+        self._seen.note()
+        return result[0]
+
+    def _build(self, batch: Any) -> None:
+        """Builds what is not built yet, which `predict` leaves to the first call: replicas would draw other weights."""
+        model = self._model()
+        if self._compiled is None and not all(layer.built for layer in model._flatten_layers()):
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            with self._strategy.scope():
+                backend.compute_output_spec(model, keras.tree.map_structure(_symbolic, inputs), training=False)
+            model._post_build()
+
+    def _batches(self) -> Iterator[Any]:
+        while True:
+            yield self._batch
+
+    def _current(self) -> steps.Compiled:
+        """The model as it is now; the replicas get it anew if it is not as they have it."""
+        model = self._model()
+        parts = changes.parts_of(model)
+        variables = changes.variables_of(model, parts)
+        changed = self._seen.changed_layers() if self._seen is not None else []
+        if self._compiled is None or changed or not self._seen.is_current(parts, variables):
+            if self._strategy.input_pipeline[0] > 1:
+                gc.collect()  # programs that train together must drop their old models, which are circles, together
+            if self._strategy.is_in_step:
+                self._changed.clear()  # all replicas have run since; others may have missed what came before
+            self._changed.update((id(layer), layer) for layer in changed)
+            self._compiled = steps.Compiled(model, parts, variables, list(self._changed.values()))
+            self._seen = changes.Seen(model, parts, variables)
+            self._strategy.take([*map(keras_objects.tensor_of, variables), model, self._compiled])
+        return self._compiled
+
+
+def _symbolic(value: Any) -> Any:
+    return None if value is None else keras.KerasTensor(value.shape, backend.standardize_dtype(value.dtype))
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, self, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _refuse_backend(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
+    if context.state.scopes:
+        raise StrategyError(
+            f"Keras runs on {keras.backend.backend()!r}; a strategy distributes Keras models on torch. Set "
+            f"KERAS_BACKEND=torch before Keras is imported"
+        )
+    original(model, *args, **kwargs)
+
+
+def _note_owner(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
+    original(model, *args, **kwargs)
+    if context.state.scopes:
+        _owners[model] = context.state.scopes[-1]
+
+
+def _build_in_scope(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Builds what is not built yet, so that its variables are distributed."""
+    strategy = _owners.get(model)
+    if strategy is None or context.state.replicas or not _is_open(strategy):
+        return original(model, *args, **kwargs)
+    with strategy.scope():
+        return original(model, *args, **kwargs)
+
+
+def _make_function(kind: str, original: Callable[..., Any], model: Any, force: bool = False) -> Any:
+    strategy, name = _owners.get(model), f"{kind}_function"
+    if strategy is None or context.state.replicas or (kind in _WITHOUT_TRAINING and not _is_open(strategy)):
+        return original(model, force=force)
+    if getattr(model, name) is None or force:
+        if model.jit_compile:
+            raise StrategyError(
+                "a model was compiled with jit_compile=True, but under a strategy replicas run its steps one by one; "
+                "compile it with jit_compile=False"
+            )
+        steps = _steps_of(model, strategy)
+        original(model, force=True)  # refuses what Keras on torch cannot do
+        setattr(model, name, getattr(steps, kind))
+    return getattr(model, name)
+
+
+def _steps_of(model: Any, strategy: Strategy) -> _Steps:
+    """The steps of a model, which know what the replicas have of it; only the model keeps them."""
+    if keras_objects.STEPS not in model.__dict__:
+        model.__dict__[keras_objects.STEPS] = _Steps(model, strategy)
+    steps: _Steps = model.__dict__[keras_objects.STEPS]
+    return steps
+
+
+def _init_callbacks(
+    original: Callable[..., Any],
+    made: Any,
+    callbacks: Any = None,
+    add_history: bool = False,
+    add_progbar: bool = False,
+    model: Any = None,
+    **params: Any,
+) -> None:
+    """Of several programs that train together one alone writes files and shows how far it is."""
+    strategy = _owners.get(model) if model is not None else None
+    if strategy is not None and not strategy.is_chief:
+        callbacks = [each for each in keras.tree.flatten(callbacks or []) if not isinstance(each, _WRITERS)]
+        for each in callbacks:
+            if isinstance(each, keras.callbacks.BackupAndRestore):
+                each._save_model = each.on_train_end = _do_nothing  # it restores in all of them
+        add_progbar = False
+    original(made, callbacks, add_history, add_progbar, model, **params)
+
+
+_WRITERS = (
+    *(keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger, keras.callbacks.TensorBoard),
+    *(keras.callbacks.RemoteMonitor, keras.callbacks.ProgbarLogger),
+)
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """In the place of what another program does."""
+
+
+def _compile(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Who compiles in a scope means to train there."""
+    _require_made_in_scope(model, "fit")
+    return original(model, *args, **kwargs)
+
+
+def _require_owner(what: str, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    _require_made_in_scope(model, what)
+    data = args[0] if args else kwargs.get("x")
+    if type(data).__module__.startswith("stratagem."):
+        raise StrategyError(
+            f"{what}() divides its batches itself, but was given a {type(data).__name__}, as strategy.distribute makes "
+            f"it; give it the data as on one device"
+        )
+    owner = _owners.get(model)
+    if owner is not None and not _is_open(owner):
+        for kind in _WITHOUT_TRAINING:
+            setattr(model, f"{kind}_function", None)  # Keras' own will be made
+    with pending_steps.in_loop(may_go_on=what in _LAGGING):
+        return original(model, *args, **kwargs)
+
+
+def _require_made_in_scope(model: Any, what: str) -> None:
+    scope = context.state.scopes[-1] if context.state.scopes else None
+    if scope is not None and _owners.get(model) is not scope:
+        raise StrategyError(
+            f"model {model.name!r} was created outside strategy.scope(), so {what}() would not be distributed; "
+            f"create or load it inside `with strategy.scope():`"
+        )
+
+
+def _is_open(strategy: Strategy) -> bool:
+    try:
+        strategy._require_usable()
+    except StrategyError:
+        return False
+    return True

@@ -1,0 +1,163 @@
+"""Lets each replica apply a Keras optimizer to its own part of the variables only, where they share memory.
+
+As for torch's optimizers (`strategies.updates`): optimizers that treat every element alike are split. For
+the time of the update each variable and what the optimizer keeps for it are the replica's part alone.
+"""
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import keras
+import torch
+from keras.src.backend.torch.trainer import TorchTrainer
+
+from stratagem.engine import context
+from stratagem.training.keras.keras_objects import tensor_of
+
+# Not Nadam: its update also changes a number that is the same for all variables.
+_ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Lion", "Ftrl"})
+
+
+def take_over(optimizer: Any, *, checks_gradients: bool = False) -> None:
+    """Puts the replica's own update in the place of the optimizer's, once.
+
+    Args:
+        optimizer: A Keras optimizer.
+        checks_gradients: Whether somebody else sees to gradients that are not finite.
+    """
+    if optimizer is None or "_backend_update_step" in optimizer.__dict__:
+        return
+    if not checks_gradients and "apply" not in optimizer.__dict__:
+        optimizer.__dict__["apply"] = functools.partial(_apply, optimizer.apply)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        take_over(optimizer.inner_optimizer, checks_gradients=True)
+        return
+    optimizer.__dict__["_backend_update_step"] = _Update(optimizer, checks_gradients)
+
+
+def _apply(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """What `optimizer.apply` does in a replica: where others update the same variables, it waits for its turn."""
+    replica = context.get_replica_context()
+    if replica is None:
+        original(*args, **kwargs)
+    else:
+        replica.update(functools.partial(original, *args, **kwargs))
+
+
+@final
+class _Update:
+    """What an optimizer does with gradients in a replica.
+
+    Args:
+        optimizer: The optimizer.
+        checks_gradients: Whether somebody else sees to gradients that are not finite.
+    """
+
+    def __init__(self, optimizer: Any, checks_gradients: bool) -> None:
+        self._optimizer = optimizer
+        self._whole = optimizer._backend_update_step
+        self._checks_gradients = checks_gradients
+        self._parts: _Parts | None = None
+
+    def __call__(self, gradients: Sequence[torch.Tensor], variables: Sequence[Any], learning_rate: Any) -> None:
+        run = context.current_runs[-1] if context.current_runs else None
+        if run is None:
+            self._whole(gradients, variables, learning_rate)
+        elif (parts := self._parts_of(variables, run.copies)) is None:
+            if self._checks_gradients or run.may_update(map(tensor_of, variables)):
+                self._whole(gradients, variables, learning_rate)
+        else:
+            with run.split_update(map(tensor_of, variables), checked=self._checks_gradients) as may_update:
+                if may_update:
+                    with parts.in_place(gradients) as (own_gradients, own_variables):
+                        if own_variables:
+                            self._whole(own_gradients, own_variables, learning_rate)
+
+    def _parts_of(self, variables: Sequence[Any], copies: Any) -> "_Parts | None":
+        """This replica's part of the update; `None` if every replica makes the whole."""
+        if self._parts is None or not self._parts.are_of(variables, copies):
+            self._parts = None
+            with contextlib.suppress(KeyError):  # what a step has just made is not distributed yet
+                if _is_elementwise(self._optimizer) and copies.own_part(tensor_of(variables[0])) is not None:
+                    self._parts = _Parts(self._optimizer, variables, copies)
+        return self._parts
+
+
+def writes_to_weights(model: Any) -> bool:
+    """Whether a training step writes to weights, or to what is kept for them, besides the split update."""
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    return (
+        type(model).train_step is not TorchTrainer.train_step
+        or not _is_elementwise(optimizer)
+        or bool(optimizer.use_ema or optimizer.gradient_accumulation_steps)
+        or any(variable.constraint is not None for variable in optimizer._trainable_variables)
+    )
+
+
+def _is_elementwise(optimizer: Any) -> bool:
+    return type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("keras.")
+
+
+@final
+class _Parts:
+    """The replica's part of an optimizer's variables, and of all that it keeps for them.
+
+    Args:
+        optimizer: The optimizer.
+        variables: Those that it updates.
+        copies: Where they lie.
+    """
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any], copies: Any) -> None:
+        kept = _kept_by_variable(optimizer)
+        self._copies = copies
+        self._variables = list(variables)
+        self._spans: list[tuple[int, int, int]] = []
+        self._swaps: list[tuple[Any, torch.Tensor, Any, torch.Tensor, Any]] = []
+        for number, variable in enumerate(variables):
+            first, last = copies.own_part(tensor_of(variable))
+            held = [variable, *kept.get(id(variable), ())]
+            # Also where this replica has no part: all must find out alike whether everything is distributed.
+            parts = [copies.shared_part(tensor_of(each), first, last) for each in held]
+            if first < last:
+                self._spans.append((number, first, last))
+                for each, part in zip(held, parts, strict=True):
+                    self._swaps.append((each, tensor_of(each), each._shape, part, (last - first,)))
+
+    def are_of(self, variables: Sequence[Any], copies: Any) -> bool:
+        """Whether they are still right, for an update of these variables."""
+        return (
+            copies is self._copies
+            and len(variables) == len(self._variables)
+            and all(map(operator.is_, variables, self._variables))
+            and all(each._value is whole for each, whole, *_ in self._swaps)
+        )
+
+    @contextlib.contextmanager
+    def in_place(self, gradients: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], list[Any]]]:
+        """The gradients and variables of the part; inside the block each is a flat vector."""
+        for each, _, _, part, shape in self._swaps:
+            each._value, each._shape = part, shape
+        try:
+            own = [gradients[number].contiguous().view(-1)[first:last] for number, first, last in self._spans]
+            yield own, [self._variables[number] for number, _, _ in self._spans]
+        finally:
+            for each, whole, shape, _, _ in self._swaps:
+                each._value, each._shape = whole, shape
+
+
+def _kept_by_variable(optimizer: Any) -> dict[int, list[Any]]:
+    """What an optimizer keeps for each variable: it has lists as long as that of the variables."""
+    variables = optimizer._trainable_variables
+    kept: dict[int, list[Any]] = {id(variable): [] for variable in variables}
+    seen = {id(variable) for variable in variables}
+    for value in optimizer.__dict__.values():
+        if isinstance(value, list) and len(value) == len(variables):
+            for variable, each in zip(variables, value, strict=True):
+                if isinstance(each, keras.Variable) and id(each) not in seen and each.shape == variable.shape:
+                    kept[id(variable)].append(each)
+                    seen.add(id(each))
+    return kept

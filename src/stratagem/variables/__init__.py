@@ -1,0 +1,1 @@
+"""Where tensors lie, and how an update reaches all replicas."""

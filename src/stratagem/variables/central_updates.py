@@ -1,0 +1,70 @@
+"""Makes `optimizer.step()` an update that is done once, for all replicas.
+
+For `CentralStorageStrategy`, and optimizers that cannot be split: replica 0 runs the optimizer, and
+has its state, and what it wrote is then everyone's.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, cast, final
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from stratagem.variables.participant import Updating
+
+
+@final
+class CentralUpdate:
+    """An update of all parameters of one optimizer, in replica 0.
+
+    Args:
+        runtime: The replica.
+        kept_on: Where the values that the optimizer updates are kept. If that is not where replica 0 has its
+            parameters, the optimizer works on copies there.
+    """
+
+    def __init__(self, runtime: Updating, kept_on: torch.device) -> None:
+        self._runtime = runtime
+        self._kept_on = kept_on
+        # By parameter, which is not kept alive: the copy, and the parameter's version when they were last the same.
+        self._kept: Any = WeakIdKeyDictionary()
+
+    def step(self, optimizer: torch.optim.Optimizer, whole: Callable[..., Any]) -> None:
+        """Updates, and makes it known to all replicas; every one must come here."""
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self._runtime.publish_written()
+        if self._runtime.may_update(parameters):
+            if self._runtime.rank == 0:
+                if self._runtime.device == self._kept_on:
+                    whole(optimizer)
+                else:
+                    self._step_elsewhere(optimizer, whole)
+            self._runtime.share_from_first(parameters)
+
+    @torch.no_grad()
+    def _step_elsewhere(self, optimizer: torch.optim.Optimizer, whole: Callable[..., Any]) -> None:
+        """Lets the optimizer work on the copies that are kept, and brings the result back."""
+        groups = [
+            {**group, "params": [self._copy_of(each) for each in group["params"]]} for group in optimizer.param_groups
+        ]
+        inner = object.__new__(type(optimizer))
+        state = {self._copy_of(each): own for each, own in optimizer.state.items()}
+        inner.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict, state), "param_groups": groups})
+        for parameter, (copy, _) in self._kept.items():
+            copy.grad = None if parameter.grad is None else parameter.grad.to(self._kept_on)
+        whole(inner)
+        for parameter, (copy, _) in list(self._kept.items()):
+            if copy.grad is not None:
+                parameter.copy_(copy)
+                self._kept[parameter] = copy, parameter._version
+                optimizer.state[parameter] = inner.state[copy]
+
+    def _copy_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        copy, version = self._kept.get(parameter, (None, -1))
+        if copy is None:
+            copy = parameter.detach().to(self._kept_on, copy=True)
+        elif version != parameter._version:  # the program has written to it
+            copy.copy_(parameter)
+        self._kept[parameter] = copy, parameter._version
+        return cast(torch.Tensor, copy)

@@ -1,0 +1,173 @@
+"""What a replica must be able to do with its copies of the variables, wherever they lie.
+
+Two ways exist: pages that all replicas share (`shared_copies`), and copies of one's own on any
+device (`private_copies`). A `Runtime` has one of them and does not know which. The same object
+serves the controller between runs: there it gives tensors out and finds what was written to.
+"""
+
+import dataclasses
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from stratagem.collectives.reconnecting import Link
+from stratagem.variables.participant import Updating
+from stratagem.variables.slices import SplitUpdate
+
+WRITTEN_FLAG, BUFFERS_FLAG, ALL_WRITTEN_FLAG, ALL_BUFFERS_FLAG = 1, 2, 5, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What the controller wrote to between two runs and must travel by value: tensors and gradients, by name.
+
+    `told` is what other machines compare, where there are any: labels and checksums.
+    """
+
+    values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    gradients: dict[int, torch.Tensor | None] = dataclasses.field(default_factory=dict)
+    exchanges: list[Any] = dataclasses.field(default_factory=list)
+    after_failure: bool = False
+    told: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+class Copies(ABC):
+    """One replica's variables, and how they agree with those of the others.
+
+    Args:
+        link: What must be connected before a run, where memory is not enough.
+    """
+
+    def __init__(self, link: Link | None = None) -> None:
+        self.link = link
+        # Parameters whose summed gradients were not finite, and whose fault it was; the same in every replica.
+        self._not_finite: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.culprits: list[tuple[int, str]] = []
+
+    def judge(self, culprits: Sequence[tuple[int, str]]) -> None:
+        """Remembers after a sum which gradients are not finite.
+
+        Args:
+            culprits: The replicas and parameters that made it so; none if the sum is finite.
+        """
+        if culprits:
+            self.culprits = list(culprits)
+            bad = [each for each in self.parameters() if each.grad is not None and not each.grad.isfinite().all()]
+            self._not_finite |= {id(each): weakref.ref(each) for each in bad}
+
+    def are_finite(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether no gradient that would be applied to these parameters is known not to be finite."""
+        if not self._not_finite:
+            return True
+        for key, reference in list(self._not_finite.items()):
+            parameter = reference()
+            if parameter is None or parameter.grad is None or bool(parameter.grad.isfinite().all()):
+                del self._not_finite[key]
+        return not any(id(each) in self._not_finite for each in parameters)
+
+    # Distributed tensors
+
+    @abstractmethod
+    def place(self, named: Sequence[tuple[int, torch.Tensor]], labels: Mapping[int, str]) -> list[Any]:
+        """Makes the controller's tensors ready to be given out; returns what the children are sent."""
+
+    @abstractmethod
+    def build(self, placed: Any) -> dict[int, torch.Tensor]:
+        """Makes a child's own tensors of what it was sent, by name."""
+
+    @abstractmethod
+    def add(self, placed: Any, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Takes this process' own tensors of what was placed or built."""
+
+    @abstractmethod
+    def drop(self, names: set[int]) -> None:
+        """Lets go of tensors that the program has dropped."""
+
+    @abstractmethod
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that still exist."""
+
+    @abstractmethod
+    def split(self, optimizer: torch.optim.Optimizer, replica: Updating) -> SplitUpdate | None:
+        """This replica's part of an optimizer's update; `None` if every replica makes the whole."""
+
+    def own_part(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The elements of a tensor that this replica updates for all; `None` if each updates the whole of its own."""
+        return None
+
+    def shared_part(self, tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Elements of a tensor as a flat vector that all replicas see."""
+        raise NotImplementedError("only memory that is shared has such parts")
+
+    # Between runs
+
+    @abstractmethod
+    def take_written(self) -> Written:
+        """In the controller: what it wrote to since the last run, as far as it travels by value."""
+
+    @abstractmethod
+    def receive(self, written: Written) -> None:
+        """In a child: takes what the controller wrote to."""
+
+    @abstractmethod
+    def note_state(self) -> None:
+        """In the controller, after a run: all replicas now have the same."""
+
+    @abstractmethod
+    def forget_state(self) -> None:
+        """In the controller, after a run that failed: what others have is not known."""
+
+    # A run
+
+    @abstractmethod
+    def begin_backward(self, *, syncing: bool) -> None:
+        """Prepares a backward pass, whose gradients are summed if `syncing`."""
+
+    @abstractmethod
+    def end_backward(self, *, syncing: bool) -> None:
+        """Makes `.grad` what it must be when the pass returns; every replica must come here."""
+
+    @abstractmethod
+    def abandon_backward(self) -> None:
+        """Cleans up after a pass that has failed."""
+
+    @abstractmethod
+    def publish_written(self) -> None:
+        """Makes parameters that the program changed in place, the same in every replica, everyone's."""
+
+    @abstractmethod
+    def share_from_first(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Gives all replicas what replica 0 alone has written to parameters; every one must come here."""
+
+    def take_wrote(self) -> bool:
+        """Whether the last run wrote to parameters on this machine, and other machines have not been asked yet."""
+        return False
+
+    def take_from(self, machine: int) -> None:
+        """Gives all machines the parameters of one, before a run."""
+        raise NotImplementedError("only memory that is shared is written to in a run")
+
+    @abstractmethod
+    def settle(self, share: float) -> bool:
+        """At the end of a run: publishes what was written, and brings buffers to one state.
+
+        Args:
+            share: This replica's weight in the mean of floating-point buffers; others become replica 0's.
+        Returns:
+            Whether this replica has still to publish what it wrote, in a meeting of all.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives everything up."""
+
+
+def mark(tensor: torch.Tensor | None) -> Any:
+    """Differs when a tensor has been replaced or written to."""
+    if tensor is None:
+        return ()
+    address = tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
+    return address, tensor._version

@@ -1,0 +1,336 @@
+"""Variables in pages that all replicas of a machine share, for replicas that compute on the CPU.
+
+Owns the exchange of gradients through shared memory, the publishing of what one replica changed in
+its own view of the pages, and the mean of buffers.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from stratagem.collectives.exchange import Exchange, chunk_of
+from stratagem.processes.region import Region
+from stratagem.variables import agreement
+from stratagem.variables.copies import (
+    ALL_BUFFERS_FLAG,
+    ALL_WRITTEN_FLAG,
+    BUFFERS_FLAG,
+    WRITTEN_FLAG,
+    Copies,
+    Written,
+    mark,
+)
+from stratagem.variables.participant import Participant, Updating
+from stratagem.variables.slices import SplitUpdate, can_be_split
+from stratagem.variables.store import Placement, Store
+from stratagem.variables.windows import GradientStore, GradientSync
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedVariables:
+    """The memory behind some distributed tensors."""
+
+    store: Store
+    are_parameters: bool
+    exchange: "ExchangeMemory | None" = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeMemory:
+    """The memory in which the gradients of a store are summed; only stores that need gradients have it."""
+
+    slots: Region
+    total: Region
+
+
+@final
+class SharedCopies(Copies):
+    """One replica's view of variables that lie once in memory.
+
+    Args:
+        runtime: The replica.
+    """
+
+    def __init__(self, runtime: Participant) -> None:
+        super().__init__()
+        self._runtime = runtime
+        self._signals = runtime.signals
+        self._parameters: list[Store] = []
+        self._buffers: list[Store] = []
+        self._gradients = GradientSync(runtime)
+        self._where: dict[int, tuple[Store, Placement]] = {}
+        self._gradient_marks: dict[int, Any] = {}
+        self._wrote = False  # whether parameters were written to, in this run and on this machine
+        self._new_memory: list[tuple[Store, ExchangeMemory]] = []  # which the children may not have yet
+        self._failed = False
+
+    def place(self, named: Sequence[tuple[int, torch.Tensor]], labels: Mapping[int, str]) -> list[SharedVariables]:
+        """Moves tensors into shared memory, those of one dtype together."""
+        kinds: dict[tuple[bool, bool, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+        for name, tensor in named:
+            kind = isinstance(tensor, torch.nn.Parameter), tensor.requires_grad, tensor.dtype
+            kinds.setdefault(kind, []).append((name, tensor))
+        placed = []
+        for (are_parameters, need_gradients, dtype), chosen in kinds.items():
+            store = Store.take_in(chosen, dtype, labels)
+            exchange = self._exchange_memory(store) if are_parameters and need_gradients else None
+            placed.append(SharedVariables(store, are_parameters, exchange))
+        return placed
+
+    def _exchange_memory(self, store: Store) -> ExchangeMemory:
+        num_bytes = Exchange.num_slot_bytes(store.num_elements, len(store.placements), store.dtype, self._signals.size)
+        return ExchangeMemory(Region.create(num_bytes), Region.create(store.region.num_bytes))
+
+    def build(self, placed: SharedVariables) -> dict[int, torch.Tensor]:
+        store = placed.store
+        store.build_tensors()
+        pairs = zip(store.placements, store.tensors, strict=True)
+        return {placement.name: tensor for placement, tensor in pairs if tensor is not None}
+
+    def add(self, placed: SharedVariables, tensors: Mapping[int, torch.Tensor]) -> None:
+        store = placed.store
+        if not placed.are_parameters:
+            self._buffers.append(store)
+            return
+        self._parameters.append(store)
+        self._where = {}
+        if placed.exchange is not None:
+            self._exchange_gradients(store, placed.exchange)
+
+    def _exchange_gradients(self, store: Store, memory: ExchangeMemory) -> None:
+        segments = [(placement.offset, placement.numel) for placement in store.placements]
+        further = self._runtime.settings.num_machines > 1
+        exchange = Exchange(
+            memory.slots, memory.total, store.dtype, segments, store.num_elements, self._signals, further=further
+        )
+        self._gradients.stores.append(GradientStore(store, exchange))
+
+    def drop(self, names: set[int]) -> None:
+        """Lets go of memory that nothing else is in.
+
+        Not on several machines, where the garbage collector may have been earlier on one than on another: all must
+        exchange the same.
+        """
+        if self._runtime.settings.num_machines > 1:
+            return
+        for stores in (self._parameters, self._buffers):
+            for store in [each for each in stores if _is_gone(each, names)]:
+                stores.remove(store)
+                self._gradients.stores = [each for each in self._gradients.stores if each.store is not store]
+                self._where = {}
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [tensor for store in self._parameters for tensor in store.tensors if tensor is not None]
+
+    def split(self, optimizer: torch.optim.Optimizer, replica: Updating) -> SplitUpdate | None:
+        return SplitUpdate(optimizer, self, replica) if can_be_split(optimizer) else None
+
+    def take_written(self) -> Written:
+        """No value travels but gradients: the pages that the controller wrote to become everyone's."""
+        told: agreement.Told = {}
+        compares = self._runtime.settings.num_machines > 1
+        for store in (*self._parameters, *self._buffers):
+            store.bring_back()
+            pages = store.region.written_pages()
+            told |= agreement.changed_in(store, pages) if compares else {}
+            store.region.publish(pages)
+        failed, self._failed = self._failed, False
+        gradients = self._changed_gradients()
+        if compares:
+            told |= {f"gradient {name}": agreement.checksum(gradient) for name, gradient in gradients.items()}
+        return Written({}, gradients, self._new_exchanges(), failed, told)
+
+    def _changed_gradients(self) -> dict[int, torch.Tensor | None]:
+        """What the controller did to gradients between two runs: most often it dropped them."""
+        changed: dict[int, torch.Tensor | None] = {}
+        for name, parameter in self._named():
+            if self._gradient_marks.get(name, mark(None)) != mark(parameter.grad) and not _is_sparse(parameter.grad):
+                changed[name] = None if parameter.grad is None else parameter.grad.detach()
+        self._take_as_summed(changed)
+        return changed
+
+    def _take_as_summed(self, names: Iterable[int]) -> None:
+        for store in self._gradients.stores if names else ():
+            store.take_as_summed(names)
+
+    def _named(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The parameters that still exist, by name."""
+        for store in self._parameters:
+            for tensor, placement in zip(store.tensors, store.placements, strict=True):
+                if tensor is not None:
+                    yield placement.name, tensor
+
+    def _new_exchanges(self) -> list[tuple[int, ExchangeMemory]]:
+        """Memory for the gradients of parameters that were frozen until now."""
+        for store in self._parameters:
+            if not self._exchanges(store) and any(each is not None and each.requires_grad for each in store.tensors):
+                self._new_memory.append((store, self._exchange_memory(store)))
+                self._exchange_gradients(*self._new_memory[-1])
+        return [
+            (self._parameters.index(store), memory) for store, memory in self._new_memory if store in self._parameters
+        ]
+
+    def _exchanges(self, store: Store) -> bool:
+        return any(each.store is store for each in self._gradients.stores)
+
+    def receive(self, written: Written) -> None:
+        if written.after_failure:
+            for store in (*self._parameters, *self._buffers):
+                store.region.drop(store.region.written_pages())
+        for number, memory in written.exchanges:
+            if not self._exchanges(self._parameters[number]):
+                self._exchange_gradients(self._parameters[number], memory)
+        if written.gradients:
+            tensors = dict(self._named())
+            for name, gradient in written.gradients.items():
+                tensors[name].grad = gradient
+            self._take_as_summed(written.gradients)
+
+    def own_part(self, tensor: torch.Tensor) -> tuple[int, int]:
+        store, placement = self.find(tensor)
+        start, end = chunk_of(self._signals.rank, self._signals.size, store.num_elements)
+        first, last = max(0, start - placement.offset), min(placement.numel, end - placement.offset)
+        return first, max(first, last)
+
+    def shared_part(self, tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        store, placement = self.find(tensor)
+        return store.shared[placement.offset + first : placement.offset + last]
+
+    def find(self, tensor: torch.Tensor) -> tuple[Store, Placement]:
+        """Where a tensor lies."""
+        if id(tensor) not in self._where:
+            self._where = {
+                id(each): (store, placement)
+                for store in self._parameters
+                for each, placement in zip(store.tensors, store.placements, strict=True)
+                if each is not None
+            }
+        return self._where[id(tensor)]
+
+    def note_state(self) -> None:
+        self._gradient_marks = {name: mark(parameter.grad) for name, parameter in self._named()}
+        self._new_memory = []
+
+    def forget_state(self) -> None:
+        self._gradient_marks = {}
+        self._failed = True
+
+    def begin_backward(self, *, syncing: bool) -> None:
+        self._gradients.begin(syncing=syncing)
+
+    def end_backward(self, *, syncing: bool) -> None:
+        if syncing:
+            self._gradients.sum()
+            self.judge(self._gradients.culprits)
+        else:
+            self._gradients.keep()
+
+    def abandon_backward(self) -> None:
+        self._gradients.abandon()
+
+    def publish_written(self) -> None:
+        """Also the point where all replicas have come: nobody reads parameters that others now update."""
+        written = [store.region.written_pages() for store in self._parameters]
+        self._publish(written, self._signals.exchange_flag(WRITTEN_FLAG, _any(written)))
+
+    def share_from_first(self, parameters: Sequence[torch.Tensor]) -> None:
+        for store in self._parameters if self._signals.rank == 0 else ():
+            pages = store.region.written_pages()
+            store.region.publish(pages)
+            store.region.drop(pages)
+        self._signals.barrier()
+
+    def settle(self, share: float) -> bool:
+        written = [store.region.written_pages() for store in self._parameters]
+        several_machines = self._runtime.settings.num_machines > 1
+        if not self._buffers:
+            # Seldom is anything written after the last update: no reason for all to wait for each other. Other
+            # machines are asked when the next run begins.
+            return bool(_any(written))
+        buffers = [store.region.written_pages() for store in self._buffers]
+        self._signals.put_flag(BUFFERS_FLAG, _any(buffers))
+        self._publish(written, self._signals.exchange_flag(WRITTEN_FLAG, _any(written)))
+        changed = any(self._signals.flags(BUFFERS_FLAG))
+        if self._agree_with_machines(changed) if several_machines else changed:
+            self._average_buffers(buffers, share)
+        return False
+
+    def take_wrote(self) -> bool:
+        wrote, self._wrote = self._wrote, False
+        return wrote
+
+    def take_from(self, machine: int) -> None:
+        between = self._runtime.between
+        for store in self._parameters if between is not None else ():
+            store.shared.copy_(between.broadcast(store.shared, machine))  # type: ignore[union-attr]
+
+    def _agree_with_machines(self, changed: bool) -> bool:
+        """Gives all machines the parameters of the first that wrote to them in this run.
+
+        Args:
+            changed: Whether buffers were changed on this machine.
+        Returns:
+            Whether they were on any.
+        """
+        between, wrote, is_any = self._runtime.between, self.take_wrote(), False
+        if between is not None:
+            rows = between.exchange("end a run", bytes([changed, wrote]))
+            changed, is_any = any(row[0] for row in rows), any(row[1] for row in rows)
+            if is_any:
+                self.take_from(next(machine for machine, row in enumerate(rows) if row[1]))
+        self._signals.put_flag(ALL_BUFFERS_FLAG, int(changed))
+        if self._signals.exchange_flag(ALL_WRITTEN_FLAG, int(is_any))[0]:
+            for store in self._parameters:
+                store.region.drop(store.region.written_pages())
+        return bool(self._signals.flags(ALL_BUFFERS_FLAG)[0])
+
+    def _publish(self, written: Sequence[np.ndarray], flags: Sequence[int]) -> None:
+        """Makes the pages of the first replica that wrote to parameters everyone's."""
+        if any(flags):
+            self._wrote = True
+            first = flags.index(1)
+            for store, pages in zip(self._parameters, written, strict=True):
+                store.region.publish(pages) if self._signals.rank == first else None
+            self._signals.barrier()
+            for store, pages in zip(self._parameters, written, strict=True):
+                store.region.drop(pages)
+            self._signals.barrier()
+
+    def _average_buffers(self, written: Sequence[np.ndarray], share: float) -> None:
+        collective = self._runtime.collective
+        for store, pages in zip(self._buffers, written, strict=True):
+            if store.private.is_floating_point():
+                # The change is averaged, not the value: what nobody changed stays as it is to the last bit.
+                same = (store.private == store.shared) | (store.private.isnan() & store.shared.isnan())
+                change = (store.private.double() - store.shared.double()).masked_fill_(same, 0.0)
+                mean = store.shared.double() + collective.all_reduce(
+                    change * share if share else torch.zeros_like(change)
+                )
+            else:
+                mean = collective.broadcast(store.private)
+            self._signals.barrier()
+            if self._signals.rank == 0:
+                store.shared.copy_(mean)
+            store.region.drop(pages)
+            self._signals.barrier()
+
+    def close(self) -> None:
+        """Tensors that are still used keep their memory."""
+
+
+def _is_sparse(gradient: torch.Tensor | None) -> bool:
+    """Whether it is of the kind that no sum takes: the next pass says so."""
+    return gradient is not None and gradient.layout != torch.strided
+
+
+def _any(written: Sequence[np.ndarray]) -> int:
+    return int(any(len(pages) for pages in written))
+
+
+def _is_gone(store: Store, names: set[int]) -> bool:
+    """Whether a store has nothing in it any more, when these have gone (and earlier ones before)."""
+    store.gone |= names & {placement.name for placement in store.placements}
+    return len(store.gone) == len(store.placements)
