@@ -15,7 +15,7 @@ from stratagem.errors import StrategyError
 from stratagem.objects import per_replica, state_diff
 from stratagem.objects.per_replica import PerReplica
 from stratagem.objects.tracking import Tracker
-from stratagem.processes import launcher
+from stratagem.processes import launcher, packing
 from stratagem.processes.registry import Registry
 
 # Registry
