@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from stratagem.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
     from stratagem.strategies.coordinator import ClusterCoordinator as ClusterCoordinator
     from stratagem.strategies.coordinator import RemoteValue as RemoteValue
+    from stratagem.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
     from stratagem.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from stratagem.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from stratagem.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
@@ -84,6 +85,7 @@ _NAMES = {
     "GPUOptions": "graphs.sessions.session_config",
     "Graph": "graphs.graph",
     "InputContext": "inputs",
+    "LocalSGDStrategy": "strategies.local_sgd",
     "LogicalDevice": "devices",
     "MaxSizePartitioner": "parameters.partitioning",
     "MinSizePartitioner": "parameters.partitioning",

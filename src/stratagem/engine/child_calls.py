@@ -17,8 +17,8 @@ from stratagem.collectives.reconnecting import Meet
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.serving import serve_for_life
 from stratagem.engine.random_numbers import seed_of
-from stratagem.engine.recipe import Run, Settings
-from stratagem.engine.replica import Runtime
+from stratagem.engine.recipe import Call, Recipe
+from stratagem.engine.replica import Replica
 from stratagem.engine.strategy_in_replica import StrategyInReplica
 from stratagem.objects import per_replica, state_diff
 from stratagem.objects.functions import ReceivedFunctions
@@ -28,10 +28,11 @@ from stratagem.processes.region import Region
 
 
 class Answer(NamedTuple):
-    """What comes back from a run: whether parameters are still to be published, how long it computed, the result."""
+    """What comes back from a run: whether parameters are still to be published, the time, bad gradients, the result."""
 
     unsettled: bool
     busy_s: float
+    skipped: list[tuple[int, str]]
     result: Any
 
 
@@ -39,7 +40,7 @@ def join(
     key: int,
     rank: int,
     device: LogicalDevice,
-    settings: Settings,
+    recipe: Recipe,
     meeting: Region,
     scratch: Region,
     strategy: StrategyInReplica,
@@ -56,15 +57,15 @@ def join(
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     else:
         torch.accelerator.set_device_index(device.torch_device)
-    _joined[key] = Runtime(rank, settings, meeting, scratch, strategy, meet=meet)
+    _joined[key] = Replica(rank, recipe, meeting, scratch, strategy, meet=meet)
 
 
-def enter(key: int, runtime: Runtime) -> None:
+def enter(key: int, runtime: Replica) -> None:
     """Makes a replica known that another part of the library has made in this child."""
     _joined[key] = runtime
 
 
-def runtime_of(key: int) -> Runtime:
+def runtime_of(key: int) -> Replica:
     """This child's replica of a strategy."""
     return _joined[key]
 
@@ -101,7 +102,7 @@ def adopt_objects(key: int, objects: dict[int, Any]) -> None:
 
 def run(
     key: int,
-    call: Run,
+    call: Call,
     prepared: tuple[int, Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -117,13 +118,18 @@ def run(
     if call.seed is not None:
         seed_everything(seed_of(call.seed, runtime.global_rank))
     with state_diff.surrounded_by(call.surroundings):
-        result = runtime.execute(call, function, args, kwargs)
-    return Answer(runtime.unsettled, runtime.busy_s, per_replica.pack_result(result, _results))
+        result = runtime.run(call, function, args, kwargs)
+    return Answer(runtime.unsettled, runtime.busy_s, runtime.take_skipped(), per_replica.pack_result(result, _results))
 
 
 def publish_written(key: int) -> None:
     """Takes part in the meeting in which all make known what they wrote to after the last update."""
     _joined[key].publish_written()
+
+
+def agree(key: int) -> None:
+    """Takes part in the meeting in which replicas that train alone come to one state."""
+    _joined[key].sync.agree()
 
 
 def fetch(number: int) -> Any:
@@ -173,5 +179,5 @@ class _Results:
 
 
 _functions = ReceivedFunctions()
-_joined: dict[int, Runtime] = {}
+_joined: dict[int, Replica] = {}
 _results = _Results()

@@ -4,8 +4,9 @@ Owns the stacks of open scopes and runs, and the public questions about them.
 """
 
 import threading
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 
@@ -14,7 +15,7 @@ from stratagem.errors import StrategyError
 from stratagem.objects.per_replica import PerReplica
 
 if TYPE_CHECKING:
-    from stratagem.engine.replica import Runtime
+    from stratagem.engine.replica import Replica
 
 
 @final
@@ -79,6 +80,13 @@ class ReplicaContext:
         return function(self.strategy, *merged)
 
 
+class Reader(Protocol):
+    """Whose replicas may have something else than the main program."""
+
+    def before_read(self, module: torch.nn.Module) -> None:
+        """The main program is about to read a module."""
+
+
 class _State(threading.local):
     def __init__(self) -> None:
         self.scopes: list[Any] = []  # strategies
@@ -88,8 +96,19 @@ class _State(threading.local):
 state = _State()
 
 # The runtimes of all open strategies of this process, and of the runs that it is in, innermost last.
-open_runtimes: "list[Runtime]" = []
-current_runs: "list[Runtime]" = []
+open_runtimes: "list[Replica]" = []
+current_runs: "list[Replica]" = []
+
+
+# Those who must be told before the main program reads what was made in a scope.
+readers: "weakref.WeakSet[Reader]" = weakref.WeakSet()
+
+
+def before_read(module: torch.nn.Module, *_: Any) -> None:
+    """A hook of distributed modules: lets replicas agree before the main program reads what they have."""
+    if not state.replicas:
+        for reader in list(readers):
+            reader.before_read(module)
 
 
 def has_strategy() -> bool:

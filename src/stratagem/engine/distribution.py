@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stratagem.engine import child_calls
-from stratagem.engine.replica import Runtime
+from stratagem.engine.replica import Replica
 from stratagem.errors import StrategyError
 from stratagem.objects import state_diff
 from stratagem.objects.tracking import Tracker
@@ -45,7 +45,7 @@ class Distribution:
         self._state: state_diff.Snapshot = {}
 
     @torch.inference_mode(mode=False)  # tensors that are placed now are trained later
-    def bring_up_to_date(self, own: Runtime) -> None:
+    def bring_up_to_date(self, own: Replica) -> None:
         """Distributes new objects, and the state of optimizers that the controller gave them."""
         dropped = self.registry.take_dropped()
         if dropped:
@@ -54,7 +54,7 @@ class Distribution:
             own.drop(dropped)
         # What a distributed module holds is distributed too, wherever it was made.
         self.tracker.note(*state_diff.unknown_parts(self.registry.live().values(), self.registry))
-        if own.settings.num_machines > 1 and self.tracker.has_news:
+        if own.recipe.num_machines > 1 and self.tracker.has_news:
             gc.collect()  # what is garbage must be so on all machines, whenever their collectors come round
         made = self.tracker.take()
         if made:
@@ -69,7 +69,7 @@ class Distribution:
             if isinstance(obj, torch.optim.Optimizer):
                 self._check_optimizer(obj, set())  # groups may have been added
         # What is kept once, the others do not need.
-        reloaded, self._reloaded = (set() if own.settings.kept_on else self._reloaded), set()
+        reloaded, self._reloaded = (set() if own.recipe.kept_on else self._reloaded), set()
         for name in reloaded & live.keys():
             optimizer = live[name]
             state = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, type(optimizer).state_dict(optimizer))
@@ -83,7 +83,7 @@ class Distribution:
         """Takes the state after a run, which is the same in all replicas, as the one to compare with."""
         self._state = state_diff.snapshot(self._controlled())
 
-    def forget_state(self, own: Runtime) -> None:
+    def forget_state(self, own: Replica) -> None:
         """After a run that failed replicas may be in different states: the next run sends everything."""
         self._state = state_diff.hooks_only(self._state)
         optimizers = {name for name, obj in self.registry.live().items() if isinstance(obj, torch.optim.Optimizer)}
@@ -114,7 +114,7 @@ class Distribution:
         else:
             raise StrategyError(f"a parameter of shape {tuple(obj.shape)} was {where}(its module)")
 
-    def _distribute(self, made: Sequence[Any], own: Runtime) -> None:
+    def _distribute(self, made: Sequence[Any], own: Replica) -> None:
         others = {next(self._names): each for each in made if not isinstance(each, torch.Tensor)}
         modules = [each for each in others.values() if isinstance(each, torch.nn.Module)]
         tensors: dict[int, torch.Tensor] = {id(each): each for each in made if isinstance(each, torch.Tensor)}

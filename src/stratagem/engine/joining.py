@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from stratagem.devices.device import LogicalDevice
 from stratagem.engine import child_calls
-from stratagem.engine.recipe import Settings
+from stratagem.engine.recipe import Recipe
 from stratagem.engine.strategy_in_replica import StrategyInReplica
 from stratagem.processes.children import Children
 from stratagem.processes.group import ReplicaGroup, raise_first
@@ -22,14 +22,14 @@ class Elsewhere(Protocol):
     def meet(self, name: str) -> dict[str, Any]:
         """What a collective is told so that it finds the others under a name that is new."""
 
-    def join(self, group: ReplicaGroup, key: int, settings: Settings, devices: Sequence[LogicalDevice]) -> None:
+    def join(self, group: ReplicaGroup, key: int, recipe: Recipe, devices: Sequence[LogicalDevice]) -> None:
         """Makes them replicas of the strategy."""
 
 
 def join(
     group: ReplicaGroup,
     key: int,
-    settings: Settings,
+    recipe: Recipe,
     devices: Sequence[LogicalDevice],
     meeting: Region,
     scratch: Region,
@@ -39,8 +39,8 @@ def join(
         child_calls.join,
         [
             (
-                *(key, rank, device, settings, meeting, scratch),
-                StrategyInReplica(rank, devices, settings.first, settings.total),
+                *(key, rank, device, recipe, meeting, scratch),
+                StrategyInReplica(rank, devices, recipe.first, recipe.total),
             )
             for rank, device in enumerate(devices)
             if rank

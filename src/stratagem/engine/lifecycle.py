@@ -13,7 +13,7 @@ import torch
 
 from stratagem.engine import child_calls
 from stratagem.engine.machines import Alone, Workers
-from stratagem.engine.replica import Runtime
+from stratagem.engine.replica import Replica
 from stratagem.objects.tracking import Tracker
 from stratagem.processes.group import ReplicaGroup, raise_first
 from stratagem.processes.registry import Registry
@@ -37,7 +37,7 @@ class Holdings:
 
     key: int
     group: ReplicaGroup
-    runtime: Runtime | None
+    runtime: Replica | None
     registry: Registry
     tracker: Tracker
     workers: Workers | Alone

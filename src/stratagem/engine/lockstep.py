@@ -23,7 +23,7 @@ from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import PeerAborted, Signals
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
-from stratagem.engine import backward, child_calls
+from stratagem.engine import backward, child_calls, context
 from stratagem.engine.attending import Fatal, attend, causes
 from stratagem.engine.connecting import connect
 from stratagem.engine.distribution import Distribution
@@ -32,8 +32,8 @@ from stratagem.engine.lifecycle import Holdings
 from stratagem.engine.machines import Alone, Workers
 from stratagem.engine.nonfinite import NonFinite
 from stratagem.engine.random_numbers import RandomNumbers
-from stratagem.engine.recipe import Run, Settings
-from stratagem.engine.replica import Runtime
+from stratagem.engine.recipe import Call, Recipe, Step
+from stratagem.engine.replica import Replica
 from stratagem.engine.stragglers import Stragglers
 from stratagem.errors import ReplicaError, StratagemError, StrategyError
 from stratagem.objects import per_replica
@@ -55,7 +55,7 @@ class LocalReplicas:
     Args:
         owner: The strategy, whose name errors show.
         devices: Where the replicas compute.
-        settings: What all replicas have in common.
+        recipe: What all replicas have in common.
         stall_timeout_s: How long replicas wait for another before it counts as stalled.
         workers: Those of other machines that train together with this one.
         elsewhere: Where the other replicas are, if not on this machine.
@@ -65,7 +65,7 @@ class LocalReplicas:
         self,
         owner: Any,
         devices: Sequence[LogicalDevice],
-        settings: Settings,
+        recipe: Recipe,
         stall_timeout_s: float,
         workers: Workers | None = None,
         elsewhere: Elsewhere | None = None,
@@ -74,7 +74,7 @@ class LocalReplicas:
         self.key = next(_keys)
         self._owner_ref = weakref.ref(owner)
         self._devices = tuple(devices)
-        self._settings = settings
+        self._recipe = recipe
         self._workers = workers or Alone()
         self._workers.fatal = Fatal
         self._elsewhere = elsewhere
@@ -87,23 +87,27 @@ class LocalReplicas:
         self._functions = FunctionCache(self.distribution.registry.__contains__)
         self._started = contextlib.ExitStack()
         self._process = os.getpid()
-        self._random_numbers = RandomNumbers(settings.first, apart=settings.num_machines > 1)
+        self._random_numbers = RandomNumbers(recipe.first, apart=recipe.num_machines > 1)
         self._stragglers = Stragglers()
         self._num_runs = 0
-        self._nonfinite = NonFinite(settings.on_nonfinite)
+        self._num_alone = 0  # steps since replicas last agreed
+        self._told: agreement.Told = {}  # what other machines will compare at the next meeting
+        self._nonfinite = NonFinite(recipe.on_nonfinite)
         self._unwanted: list[tuple[int, int]] = []
         self._join: tuple[Region, Region] | None = None  # what children are given, until they have it
         self.closed_at: str | None = None
-        self.runtime: Runtime | None = None
+        self.runtime: Replica | None = None
         self._ending = self._end_when_dropped()
         _open.add(self)
+        if recipe.sync.every > 1:
+            context.readers.add(self)
         backward.install()
 
     @property
     def _owner(self) -> Any:
         return self._owner_ref()  # alive in all that it does, and in results that wait to be fetched
 
-    def begin(self) -> Runtime:
+    def begin(self) -> Replica:
         """Takes what the replicas need and lets the fork server start, the first time; waits for nothing."""
         self.require_usable()
         if self.runtime is not None:
@@ -115,7 +119,7 @@ class LocalReplicas:
         meeting = Region.create(Signals.num_bytes(size))
         scratch = Region.create(SharedMemory.num_bytes(size))
         meet = self._elsewhere.meet if self._elsewhere is not None else None
-        self.runtime = Runtime(0, self._settings, meeting, scratch, self._owner, self._workers.between, meet)
+        self.runtime = Replica(0, self._recipe, meeting, scratch, self._owner, self._workers.between, meet)
         self.runtime.signals.reset()
         self.runtime.signals.attend = functools.partial(attend, self._group)
         self.distribution.registry.add(0, self._owner)
@@ -127,7 +131,7 @@ class LocalReplicas:
                 self._group.begin()
         return self.runtime
 
-    def start(self) -> Runtime:
+    def start(self) -> Replica:
         """Starts the children, the first time: until then the program has built its model while torch loaded."""
         own = self.begin()
         if self._join is None:
@@ -137,9 +141,9 @@ class LocalReplicas:
             with self._or_end():
                 self._group.start()
                 if self._elsewhere is not None:
-                    self._elsewhere.join(self._group, self.key, self._settings, self._devices)
+                    self._elsewhere.join(self._group, self.key, self._recipe, self._devices)
                 else:
-                    join(self._group, self.key, self._settings, self._devices, meeting, scratch)
+                    join(self._group, self.key, self._recipe, self._devices, meeting, scratch)
         self._connect(own)
         return own
 
@@ -180,7 +184,10 @@ class LocalReplicas:
             if own.unsettled or any(answer.unsettled for answer in answers):
                 self._publish_written(own)
         try:
-            self._nonfinite.judge(own.take_skipped(), updated=own.updated, run_number=self._num_runs)
+            if own.stepped:
+                self._num_alone = 0 if call.step.syncs else self._num_alone + 1
+            skipped = dict.fromkeys(each for one in (own.take_skipped(), *(a.skipped for a in answers)) for each in one)
+            self._nonfinite.judge(list(skipped), updated=own.updated, run_number=self._num_runs)
             self._stragglers.note([own.busy_s, *(answer.busy_s for answer in answers)], counts_here)
             results = [result, *(answer.result for answer in answers)]
             # A result that waits in its replica keeps the strategy; the notice that nobody wants it does not.
@@ -190,19 +197,52 @@ class LocalReplicas:
             self._forget_results(answers)
             raise
 
-    def _next_call(self, own: Runtime, counts_here: tuple[int, ...] | None) -> Run:
+    def _next_call(self, own: Replica, counts_here: tuple[int, ...] | None) -> Call:
         try:
             seed, changes = self._random_numbers.new_seed(), self.distribution.changes()
             written = own.copies.take_written()
+            syncs = self._num_alone + 1 >= self._recipe.sync.every
             if self._workers.size > 1:
                 written.told.update(agreement.changed_objects(changes, self.distribution.registry.resolve))
-            counts, writer = self._workers.meet(self._num_runs, counts_here, own.copies.take_wrote(), written.told)
-            if writer is not None:
-                own.copies.take_from(writer)
-            return Run(self._num_runs, counts, seed, changes, written)
+                self._told |= written.told
+            counts = self._meet_machines(own, counts_here) if syncs else self._counts_alone(counts_here)
+            return Call(Step(self._num_runs, counts, syncs), seed, changes, written)
         except BaseException:
             self.distribution.forget_state(own)  # some of what was found may count as told
             raise
+
+    def agree(self) -> None:
+        """Brings replicas that train alone to one state, if they have taken a step since they last were."""
+        own = self.runtime
+        if own is None or not self._num_alone or self.closed_at is not None:
+            return
+        with self.with_workers(), self._or_end():
+            self._group.call_all(child_calls.agree, self.key)
+            own.sync.agree()
+            self._group.collect()
+            raise_first(None, causes(self._group))
+        self._num_alone = 0
+        own.copies.note_state()
+
+    def before_read(self, module: torch.nn.Module) -> None:
+        """Lets replicas agree before the main program reads a module of theirs."""
+        if module in self.distribution.registry and os.getpid() == self._process:
+            self.agree()
+
+    def _meet_machines(self, own: Replica, counts_here: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Begins a step in all machines at once; how many examples each replica of all of them has."""
+        told, self._told = self._told, {}
+        counts, writer = self._workers.meet(self._num_runs, counts_here, own.copies.take_wrote(), told)
+        if writer is not None:
+            own.copies.take_from(writer)
+        return counts
+
+    def _counts_alone(self, counts_here: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """The same where machines do not meet before this step: what others have does not matter in it."""
+        if counts_here is None or self._workers.size == 1:
+            return counts_here
+        first = self._recipe.first
+        return (*[0] * first, *counts_here, *[0] * (self._recipe.total - first - len(counts_here)))
 
     def tell_others(self, error: BaseException) -> None:
         """Tells other machines that this program cannot go on."""
@@ -230,7 +270,7 @@ class LocalReplicas:
                 if isinstance(leaf, per_replica.Remote):
                     self._unwanted.append((rank, leaf.number))
 
-    def _publish_written(self, own: Runtime) -> None:
+    def _publish_written(self, own: Replica) -> None:
         """Lets all replicas make known what they wrote to after their last update."""
         with self._or_end():
             self._group.call_all(child_calls.publish_written, self.key)
@@ -250,7 +290,7 @@ class LocalReplicas:
             self.end(error)
             raise
 
-    def _send(self, call: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _send(self, call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Sends every child its part of a run; what cannot be sent is an error before anything runs."""
         prepared = self._functions.prepare(function)
         unwanted = self._unwanted[:]
@@ -293,6 +333,7 @@ class LocalReplicas:
         """Ends the children; distributed objects become plain ones, with all of their state."""
         if self.closed_at is None and os.getpid() == self._process:
             try:
+                self.agree()
                 self._holdings().bring_state_home()
             finally:
                 self.end()
@@ -328,14 +369,14 @@ class LocalReplicas:
                 f"from it; use it in the main program only"
             )
 
-    def _connect(self, own: Runtime) -> None:
+    def _connect(self, own: Replica) -> None:
         """Connects the replicas, where they do not share all memory and are not connected yet."""
         if own.copies.link is not None and not own.copies.link.connected:
             with self._or_end():
                 lasting = self._started if own.device.type != "cpu" else None  # NCCL needs the file while it lives
                 connect(self._group, self.key, own.copies.link, lasting)
 
-    def _disconnect(self, own: Runtime) -> None:
+    def _disconnect(self, own: Replica) -> None:
         """Ends sums that some replicas have begun and others never will, after a run that failed."""
         link = own.copies.link
         if link is not None and link.connected:
@@ -346,9 +387,9 @@ class LocalReplicas:
 
     def _run_here(
         self,
-        own: Runtime,
+        own: Replica,
         interrupts: Interrupts,
-        call: Run,
+        call: Call,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -356,7 +397,7 @@ class LocalReplicas:
         try:
             seat = seated(self._devices[0]) if len(self._devices) > 1 else contextlib.nullcontext()
             with interrupts.allowed(), seat, self._random_numbers.of_replica(call.seed):
-                return None, own.execute(call, function, per_replica.select(args, 0), per_replica.select(kwargs, 0))
+                return None, own.run(call, function, per_replica.select(args, 0), per_replica.select(kwargs, 0))
         except PeerAborted:
             return None, None
         except Fatal as fatal:
@@ -366,7 +407,7 @@ class LocalReplicas:
             self._abort(own)  # also if it came before the function began
             return error, None
 
-    def _abort(self, own: Runtime) -> None:
+    def _abort(self, own: Replica) -> None:
         """Ends the waits of all replicas in a run that has failed."""
         own.signals.abort()
         self._group.abort()

@@ -1,40 +1,59 @@
-"""What all replicas of a strategy have in common, and what each must know of one run."""
+"""What a strategy chooses, and what each replica must know of one call.
+
+A `Recipe` says where variables lie, when replicas agree, how tensors travel and who updates. A `Call`
+is what `run` sends; it has one `Step` for each pass over a batch.
+"""
 
 import dataclasses
+import enum
 from typing import Any
 
+from stratagem.engine.sync import SumGradients, SyncPlan
 from stratagem.errors import StrategyError
 from stratagem.objects import state_diff
 from stratagem.variables.copies import Written
 
 _OPTIONS = {
-    "gradients": ("mean", "sum"),
     "unused": ("zero", "error"),
     "on_nonfinite": ("skip", "raise", "apply"),
-    "cross_device_ops": ("shared_memory", "torch", "to_one"),
 }
 
 
+_EVERY_STEP = SumGradients()
+
+
+class Exchange(enum.Enum):
+    """Where variables lie and how tensors travel between the replicas of one machine."""
+
+    SHARED_MEMORY = "shared_memory"  # variables lie once, in pages that all share
+    TORCH = "torch"  # each replica has its own; torch.distributed sums while the backward pass runs
+    TO_ONE = "to_one"  # each has its own; replica 0 sums
+    COLLECTIVE = "collective"  # each has its own; shared memory carries what they exchange
+
+
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Recipe:
     """What all replicas of a strategy on one machine have in common.
 
     Args:
         size: How many they are.
-        gradients, unused, on_nonfinite, cross_device_ops: As the strategy was told.
+        exchange: Where their variables lie and how tensors travel.
+        sync: When they agree.
+        unused: What a gradient that only some replicas have means: `zero` in the others, or an `error`.
+        on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
+        kept_on: The torch device on which variables are kept and updated once; empty if each replica updates.
         sizes: How many replicas each machine has; empty if there is one machine.
         machine: The number of this one.
-        kept_on: Where variables are kept once, for a torch device's name; empty if each replica has its own.
     """
 
     size: int
-    gradients: str = "mean"
+    exchange: Exchange = Exchange.SHARED_MEMORY
+    sync: SyncPlan = _EVERY_STEP
     unused: str = "zero"
     on_nonfinite: str = "skip"
-    cross_device_ops: str = "shared_memory"
+    kept_on: str = ""
     sizes: tuple[int, ...] = ()
     machine: int = 0
-    kept_on: str = ""
 
     @property
     def num_machines(self) -> int:
@@ -57,34 +76,55 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """What a replica must know of one call of `strategy.run`, besides the function.
+class Step:
+    """One pass over one batch.
 
     Args:
-        number: Which run, from 1.
-        counts: How many examples each replica has, on all machines; `None` if the run is not on a distributed batch.
-        seed: The seed of the controller's random numbers, if it has changed.
-        changes: What the controller changed in distributed objects, besides tensors.
-        written: The tensors that it wrote to, where they travel by value.
-        surroundings: What torch and the process are set to around the run.
+        number: Which step, from 1.
+        counts: How many examples each replica has, on all machines; `None` if they are not on a distributed batch.
+        syncs: Whether replicas that train alone in between agree at its end, if it updates anything.
     """
 
     number: int
     counts: tuple[int, ...] | None
+    syncs: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a replica must know of one call of `strategy.run`, besides the function.
+
+    Args:
+        step: Its step.
+        seed: The seed of the controller's random numbers, if it has changed.
+        changes: What the controller changed in distributed objects, besides tensors.
+        written: The tensors that it wrote to, where they travel by value.
+        surroundings: What torch and the process are set to around the call.
+    """
+
+    step: Step
     seed: int | None
     changes: state_diff.Snapshot
     written: Written
     surroundings: state_diff.Surroundings = dataclasses.field(default_factory=state_diff.surroundings)
 
+    @property
+    def number(self) -> int:
+        """Which call, from 1."""
+        return self.step.number
+
     def __reduce__(self) -> tuple[Any, ...]:
         # It travels in every run: most often nothing was written, and plain values cost least.
         written = None if self.written == _NOTHING_WRITTEN else self.written
-        plain = (self.number, self.counts, self.seed, self.changes, written)
+        plain = (self.step.number, self.step.counts, self.step.syncs, self.seed, self.changes, written)
         return _rebuilt, (*plain, state_diff.flattened(self.surroundings))
 
 
 _NOTHING_WRITTEN = Written()
 
 
-def _rebuilt(number: int, counts: Any, seed: int | None, changes: state_diff.Snapshot, written: Any, plain: Any) -> Run:
-    return Run(number, counts, seed, changes, written or _NOTHING_WRITTEN, state_diff.restored(plain))
+def _rebuilt(
+    number: int, counts: Any, syncs: bool, seed: int | None, changes: state_diff.Snapshot, written: Any, plain: Any
+) -> Call:
+    step = Step(number, counts, syncs)
+    return Call(step, seed, changes, written or _NOTHING_WRITTEN, state_diff.restored(plain))

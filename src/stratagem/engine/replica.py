@@ -1,6 +1,6 @@
 """One replica of a strategy, in whichever process it is: its variables, its meeting point, its runs.
 
-The controller and every child have one `Runtime` for each open strategy. The controller's
+The controller and every child have one `Replica` for each open strategy. The controller's
 (replica 0) is driven by the strategy itself (`local_replicas`), a child's by `in_child`. Here, and
 only here, is chosen where variables lie and how gradients travel (`copies`).
 """
@@ -26,7 +26,8 @@ from stratagem.collectives.two_level import TwoLevel
 from stratagem.devices.device import LogicalDevice
 from stratagem.engine import backward, context
 from stratagem.engine.context import ReplicaContext
-from stratagem.engine.recipe import Run, Settings
+from stratagem.engine.recipe import Call, Exchange, Recipe, Step
+from stratagem.engine.sync import AverageWeights
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
 from stratagem.processes.allocator import give_back
@@ -44,12 +45,12 @@ _NUM_EARLY_RUNS = 2
 
 
 @final
-class Runtime:
+class Replica:
     """One replica of one strategy.
 
     Args:
         rank: Which replica.
-        settings: What all replicas have in common.
+        recipe: What all replicas have in common.
         meeting: Memory for the signals.
         scratch: Memory for the general collective.
         strategy: The strategy, as code in this replica sees it.
@@ -61,7 +62,7 @@ class Runtime:
     def __init__(
         self,
         rank: int,
-        settings: Settings,
+        recipe: Recipe,
         meeting: Region,
         scratch: Region,
         strategy: Any,
@@ -70,34 +71,35 @@ class Runtime:
     ) -> None:
         self.rank = rank
         self._strategy = weakref.ref(strategy)  # it ends with the program's last use of it, not with this one
-        self.settings = settings
+        self.recipe = recipe
         self.device: torch.device = strategy.devices[rank].torch_device
         alone = _have_cores_of_their_own(strategy.devices)
-        place = (rank, settings.size) if meet is None else (0, 1)
+        place = (rank, recipe.size) if meet is None else (0, 1)
         self.signals = Signals(meeting, *place, num_looks=NUM_LOOKS if alone else 1)
         self.control = SharedMemory(scratch, self.signals)
-        inside: Collective = ToOne(self.control) if settings.cross_device_ops == "to_one" else self.control
+        inside: Collective = ToOne(self.control) if recipe.exchange is Exchange.TO_ONE else self.control
         self.collective: Collective = inside
         self.between = between
-        if settings.num_machines > 1:
-            self.collective = TwoLevel(inside, between, settings.machine, settings.sizes)
+        if recipe.num_machines > 1:
+            self.collective = TwoLevel(inside, between, recipe.machine, recipe.sizes)
         self.copies: Copies
-        if settings.cross_device_ops == "shared_memory":
+        if recipe.exchange is Exchange.SHARED_MEMORY:
             self.copies = SharedCopies(self)
-        elif settings.cross_device_ops == "torch":
-            self.copies = PrivateCopies(self, by_torch=True, meet=meet)
-            if meet is not None and self.copies.link is not None:
-                self.collective = OverLink(self.copies.link, rank, settings.size)
         else:
-            self.copies = PrivateCopies(self, by_torch=False)
+            alone = isinstance(recipe.sync, AverageWeights)
+            way = "alone" if alone else "torch" if recipe.exchange is Exchange.TORCH else "collective"
+            self.copies = PrivateCopies(self, way=way, meet=meet)
+            if meet is not None and self.copies.link is not None:
+                self.collective = OverLink(self.copies.link, rank, recipe.size)
+        self.sync = recipe.sync.start(self)
         self._given: list[weakref.ref[Any]] = []
         self._num_early_runs = 0
         self.updates: dict[int, SplitUpdate] = {}
-        self._run: Run | None = None
+        self._step: Step | None = None
         self._depth = 0
         self._syncing = True
         self._skipped: list[tuple[int, str]] = []
-        self.updated = False
+        self.stepped = self.updated = False
         self.unsettled = False
         self.busy_s = 0.0
         backward.install()
@@ -121,6 +123,9 @@ class Runtime:
         self._num_early_runs = _NUM_EARLY_RUNS
         for name, obj in objects.items():
             self._given.append(weakref.ref(obj))
+            if self.rank == 0 and self.recipe.sync.every > 1 and isinstance(obj, torch.nn.Module):
+                obj.register_state_dict_pre_hook(context.before_read)  # type: ignore[no-untyped-call]
+                obj.register_forward_pre_hook(context.before_read)
             if isinstance(obj, torch.optim.Optimizer):
                 self._take_over(name, obj)
 
@@ -142,9 +147,9 @@ class Runtime:
             self.updates[name] = update
             if optimizer.state:
                 update.take_whole_state()
-        elif self.device.type != "cpu" and not self.settings.kept_on:
+        elif self.device.type != "cpu" and not self.recipe.kept_on:
             _follow(optimizer)
-        once = CentralUpdate(self, torch.device(self.settings.kept_on)) if self.settings.kept_on else None
+        once = CentralUpdate(self, torch.device(self.recipe.kept_on)) if self.recipe.kept_on else None
 
         def step(closure: Any = None) -> Any:
             if not context.current_runs:
@@ -176,50 +181,59 @@ class Runtime:
     @property
     def global_rank(self) -> int:
         """Which replica this is, among those of all machines."""
-        return self.settings.first + self.rank
+        return self.recipe.first + self.rank
 
     @property
     def run_number(self) -> int:
-        """Which run this replica is in; 0 outside of runs."""
-        return self._run.number if self._run else 0
+        """Which step this replica is in; 0 outside of runs."""
+        return self._step.number if self._step else 0
+
+    @property
+    def _counts(self) -> tuple[int, ...] | None:
+        return self._step.counts if self._step else None
 
     @property
     def all_counted(self) -> list[bool]:
-        """Which replicas of all machines have examples in this run, so that their gradients count."""
-        counts = self._run.counts if self._run else None
-        return [True] * self.settings.total if counts is None else [count > 0 for count in counts]
+        """Which replicas of all machines have examples in this step, so that their gradients count."""
+        counts = self._counts
+        return [True] * self.recipe.total if counts is None else [count > 0 for count in counts]
 
     @property
     def counted(self) -> list[bool]:
         """The same for those of this machine."""
-        return self.all_counted[self.settings.first : self.settings.first + self.settings.size]
+        return self.all_counted[self.recipe.first : self.recipe.first + self.recipe.size]
 
     @property
     def weight(self) -> float:
-        """This replica's part of the global batch."""
-        return 1.0 if self.settings.gradients == "sum" else self._share
+        """By which this replica's loss counts."""
+        return self.sync.weight
 
     @property
-    def _share(self) -> float:
+    def share(self) -> float:
         """This replica's part of the examples, whatever is done with gradients."""
-        counts = self._run.counts if self._run else None
+        counts = self._counts
         if counts is None or not sum(counts):
-            return 1.0 / self.settings.total
+            return 1.0 / self.recipe.total
         return counts[self.global_rank] / sum(counts)
 
-    def execute(self, run: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the user's function as this replica. A failure ends the waits of the others."""
-        self._run, self._depth, self._syncing, self.updated = run, 0, True, False
+    @property
+    def num_examples(self) -> float:
+        """How many examples of the step this replica has; 1 if nobody knows."""
+        return 1.0 if self._counts is None else float(self._counts[self.global_rank])
+
+    @property
+    def syncs(self) -> bool:
+        """Whether replicas that train alone agree at the end of the step."""
+        return self._step is not None and self._step.syncs
+
+    def run(self, call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the user's function as this replica: one step. A failure ends the waits of the others."""
         start, waited_s = time.monotonic(), self.signals.waited_s
-        self.signals.enter(run.number)
+        self.signals.enter(call.number)
         context.state.replicas.append(ReplicaContext(self.global_rank, self.collective, self.strategy))
         context.current_runs.append(self)
-        held = buffers.held_by(self.distributed())
         try:
-            args, kwargs = self._brought(per_replica.load_deferred((args, kwargs)), self.device)
-            result = self._brought(function(*args, **kwargs), torch.device("cpu"))
-            buffers.take_in(held)
-            self._finish()
+            result = self._one_step(call.step, function, args, kwargs)
             self.busy_s = time.monotonic() - start - (self.signals.waited_s - waited_s)
             self.signals.leave()
         except BaseException as error:
@@ -227,13 +241,24 @@ class Runtime:
                 self.signals.abort()
             raise
         finally:
-            self._run = None  # it leads to what the program has
+            self._step = None  # it leads to what the program has
             self.signals.enter(0)  # who meets after the run waits for those that have left it
             context.current_runs.pop()
             context.state.replicas.pop()
         if self._num_early_runs:
             self._num_early_runs -= 1
             give_back()
+        return result
+
+    def _one_step(self, step: Step, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """From the batch to the state after the update: load, compute, agree."""
+        self._step, self._depth, self._syncing = step, 0, True
+        self.stepped = self.updated = False
+        held = buffers.held_by(self.distributed())
+        args, kwargs = self._brought(per_replica.load_deferred((args, kwargs)), self.device)
+        result = self._brought(function(*args, **kwargs), torch.device("cpu"))
+        buffers.take_in(held)
+        self.unsettled = self.recipe.total > 1 and self.sync.end_step()
         return result
 
     @contextlib.contextmanager
@@ -253,16 +278,16 @@ class Runtime:
             original(tensors, grad_tensors, *args, **kwargs)
             return
         syncing = self._syncing
-        self.copies.begin_backward(syncing=syncing)
+        self.sync.begin_pass(syncing=syncing)
         self._depth += 1
         try:
             original(tensors, self._scaled(tensors, grad_tensors), *args, **kwargs)
         except BaseException:
-            self.copies.abandon_backward()
+            self.sync.abandon_pass()
             raise
         finally:
             self._depth -= 1
-        self.copies.end_backward(syncing=syncing)
+        self.sync.end_pass(syncing=syncing)
 
     def _scaled(self, tensors: Any, grad_tensors: Any) -> Any:
         """The start of the backward pass, times this replica's part of the global batch."""
@@ -277,12 +302,18 @@ class Runtime:
             for output, start in zip(outputs, starts, strict=True)
         ]
 
-    def may_update(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether the gradients of these parameters are fit to be applied; the same in every replica."""
-        if self.settings.on_nonfinite == "apply" or self.copies.are_finite(parameters):
+    def may_update(self, parameters: Iterable[torch.Tensor], *, checked: bool = False) -> bool:
+        """Whether the gradients of these parameters are fit to be applied; the same in every replica.
+
+        Args:
+            parameters: All that an update is about to change.
+            checked: Whether their gradients are known to be finite.
+        """
+        self.stepped = True
+        if checked or self.recipe.on_nonfinite == "apply" or self.sync.before_update(parameters):
             self.updated = True
             return True
-        self._skipped = self.copies.culprits
+        self._skipped = self.copies.ledger.culprits
         return False
 
     @contextlib.contextmanager
@@ -296,7 +327,7 @@ class Runtime:
             Whether to update.
         """
         self.copies.publish_written()
-        yield checked or self.may_update(parameters)
+        yield self.may_update(parameters, checked=checked)
         self.signals.barrier()
 
     def take_skipped(self) -> list[tuple[int, str]]:
@@ -317,10 +348,6 @@ class Runtime:
         if self.device.type == "cpu":
             return value
         return pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), value)
-
-    def _finish(self) -> None:
-        """Brings everything that a run may have changed to one state in all replicas."""
-        self.unsettled = self.settings.total > 1 and self.copies.settle(self._share)
 
 
 def _have_cores_of_their_own(devices: Sequence[LogicalDevice]) -> bool:

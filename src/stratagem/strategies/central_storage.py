@@ -1,17 +1,12 @@
 """Variables that exist once, in memory of the host or on one device; replicas compute, and one update is made."""
 
-import functools
 from collections.abc import Sequence
 from typing import final
 
-from stratagem._checks import require_seconds
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
-from stratagem.engine import context
-from stratagem.engine.lockstep import LocalReplicas
-from stratagem.engine.recipe import Settings
-from stratagem.strategies.mirrored import choose_way
-from stratagem.strategies.replicated import Replicated, warn_of_others
+from stratagem.engine.recipe import Recipe
+from stratagem.strategies.replicated import Replicated, choose_devices, choose_exchange, driven_here, summed
 
 
 @final
@@ -52,16 +47,15 @@ class CentralStorageStrategy(Replicated):
         on_nonfinite: str = "skip",
         stall_timeout_s: float = 60.0,
     ) -> None:
-        context.require_controller("CentralStorageStrategy()")
-        require_seconds(stall_timeout_s=stall_timeout_s)
-        warn_of_others("CentralStorageStrategy")
-        chosen = this_process().select(compute_devices)
+        chosen = choose_devices("CentralStorageStrategy", compute_devices)
         kept_on = this_process().resolve(parameter_device) if parameter_device is not None else None
-        way = choose_way("auto", chosen)
-        settings = Settings(
-            len(chosen), gradients, unused, on_nonfinite, way, kept_on=str(kept_on.torch_device if kept_on else "cpu")
+        recipe = Recipe(
+            len(chosen),
+            choose_exchange("auto", chosen),
+            summed(gradients),
+            unused,
+            on_nonfinite,
+            kept_on=str(kept_on.torch_device if kept_on else "cpu"),
         )
         self._parameter_device = kept_on
-        super().__init__(
-            chosen, functools.partial(LocalReplicas, devices=chosen, settings=settings, stall_timeout_s=stall_timeout_s)
-        )
+        super().__init__(chosen, driven_here(chosen, recipe, stall_timeout_s))

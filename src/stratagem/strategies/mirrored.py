@@ -1,18 +1,11 @@
 """An equal copy of every variable on each local device, in agreement after every step."""
 
-import functools
 from collections.abc import Sequence
 from typing import final
 
-from stratagem._checks import require_seconds
-from stratagem.devices.device import LogicalDevice
-from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
-from stratagem.engine import context
-from stratagem.engine.lockstep import LocalReplicas
-from stratagem.engine.recipe import Settings
-from stratagem.errors import StrategyError
-from stratagem.strategies.replicated import Replicated, warn_of_others
+from stratagem.engine.recipe import Recipe
+from stratagem.strategies.replicated import Replicated, choose_devices, choose_exchange, driven_here, summed
 
 
 @final
@@ -52,29 +45,6 @@ class MirroredStrategy(Replicated):
         cross_device_ops: str = "auto",
         stall_timeout_s: float = 60.0,
     ) -> None:
-        context.require_controller("MirroredStrategy()")
-        chosen = this_process().select(devices)
-        settings = Settings(len(chosen), gradients, unused, on_nonfinite, choose_way(cross_device_ops, chosen))
-        require_seconds(stall_timeout_s=stall_timeout_s)
-        warn_of_others("MirroredStrategy")
-        super().__init__(
-            chosen, functools.partial(LocalReplicas, devices=chosen, settings=settings, stall_timeout_s=stall_timeout_s)
-        )
-
-
-_WAYS = ("auto", "shared_memory", "torch", "to_one")
-
-
-def choose_way(cross_device_ops: str, devices: Sequence[LogicalDevice]) -> str:
-    """How gradients travel between devices."""
-    if cross_device_ops not in _WAYS:
-        raise StrategyError(f"cross_device_ops is one of {', '.join(map(repr, _WAYS))}, got {cross_device_ops!r}")
-    accelerators = [device.name for device in devices if device.torch_device.type != "cpu"]
-    if cross_device_ops == "shared_memory" and accelerators:
-        raise StrategyError(
-            f"cross_device_ops='shared_memory' is for replicas that compute on the CPU, got {accelerators[0]!r}; "
-            f"use 'torch'"
-        )
-    if cross_device_ops == "auto":
-        return "torch" if accelerators else "shared_memory"
-    return cross_device_ops
+        chosen = choose_devices("MirroredStrategy", devices)
+        recipe = Recipe(len(chosen), choose_exchange(cross_device_ops, chosen), summed(gradients), unused, on_nonfinite)
+        super().__init__(chosen, driven_here(chosen, recipe, stall_timeout_s))

@@ -13,11 +13,10 @@ from stratagem.devices.device import LogicalDevice
 from stratagem.devices.division import split_cores
 from stratagem.devices.inventory import this_process
 from stratagem.engine import context
-from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.queued.pending_results import is_pending, mapped, pending
 from stratagem.engine.queued.worker import WorkerSettings
 from stratagem.engine.queued.workers import ParameterWorkers
-from stratagem.engine.recipe import Settings
+from stratagem.engine.recipe import Recipe
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
 from stratagem.objects.per_replica import PerReplica
@@ -26,7 +25,7 @@ from stratagem.parameters.consistency import Async, BoundedStaleness, Consistenc
 from stratagem.parameters.local.board import MAX_SHARDS, MAX_WORKERS
 from stratagem.parameters.network.options import OF_CLUSTERS
 from stratagem.strategies.parameter_cluster import ClusterTask, task_of
-from stratagem.strategies.replicated import Replicated
+from stratagem.strategies.replicated import Replicated, driven_here
 
 
 @final
@@ -105,7 +104,7 @@ class ParameterServerStrategy(Replicated):
                 f"backup_workers={chosen.backup_workers} leaves none of {num_workers} workers whose gradients count; "
                 f"have more workers"
             )
-        settings = Settings(num_workers, on_nonfinite=on_nonfinite)
+        recipe = Recipe(num_workers, on_nonfinite=on_nonfinite)
         devices = worker_devices(num_workers)
         self.consistency = chosen
         self.num_workers = num_workers
@@ -115,9 +114,7 @@ class ParameterServerStrategy(Replicated):
         self._is_lockstep = isinstance(chosen, Synchronous) and not chosen.backup_workers
         new_replicas: Any
         if self._is_lockstep:
-            new_replicas = functools.partial(
-                LocalReplicas, devices=devices, settings=settings, stall_timeout_s=stall_timeout_s
-            )
+            new_replicas = driven_here(devices, recipe, stall_timeout_s)
         else:
             new_replicas = functools.partial(
                 ParameterWorkers,

@@ -209,6 +209,9 @@ class Strategy(ABC):
         """Whether what `run` returned can be read without waiting."""
         return True
 
+    def synchronize(self) -> None:  # noqa: B027  # most replicas never differ
+        """Brings replicas to one state, where a strategy lets them differ for some steps."""
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside the block, in a replica, backward passes only add up this replica's own gradients."""

@@ -4,56 +4,52 @@ Parameters are packed into flat buckets in the reverse order of their making, wh
 order in which gradients come. A bucket that is full is summed at once; all replicas sum the same
 buckets in the same order. When the pass is done the replicas tell each other which parameters got
 a gradient, so that zeros stand in where one replica has none, and nothing where all have none.
-
-A gradient is either already summed, and so the same everywhere, or local: what passes inside
-`no_sync` have left in this replica, to be summed by the next pass that syncs.
 """
 
 import functools
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
 
 from stratagem.errors import StrategyError
+from stratagem.variables.ledger import Summed
 from stratagem.variables.participant import Participant
 
 BUCKET_BYTES = 25 * 2**20
 _ABSENT, _PRESENT, _LATE = 0, 1, 2
-_SUM, _KEEP = "sum", "keep"
 
 # Begins to sum a flat tensor over the replicas; the function that it returns waits for the sum.
 StartSum = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 
 
 @final
-class BucketedGradients:
-    """The gradients of one replica's own parameters.
+class Buckets:
+    """The sums of one replica's gradients, in flat buckets.
 
     Args:
-        runtime: The replica.
+        replica: The replica.
         start_sum: How flat tensors are summed.
+        spoil: Called when a pass fails whose sums have begun.
     """
 
-    def __init__(self, runtime: Participant, start_sum: StartSum) -> None:
+    def __init__(self, replica: Participant, start_sum: StartSum, spoil: Callable[[], None]) -> None:
+        self._replica = replica
         self._start_sum = start_sum
-        self.culprits: list[tuple[int, str]] = []
-        self._runtime = runtime
+        self._spoil = spoil
         self._known: dict[int, _Known] = {}
         self._wanted: list[bool] | None = None
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
-        self._local: set[int] = set()
         # Of the pass under way
         self._lock = threading.Lock()  # a model on several devices has a thread for each
-        self._mode: str | None = None
-        self._counted = True
+        self._is_open = False
         self._num_started = 0
         self._late: set[int] = set()
-        self._set_aside: dict[int, torch.Tensor] = {}
-        self._hidden: dict[int, torch.Tensor] = {}
+        self._alone: dict[int, torch.Tensor] = {}
 
     def add(self, parameters: Mapping[int, torch.Tensor], labels: Mapping[int, str]) -> None:
         """Takes parameters by name, in the order of their making."""
@@ -66,17 +62,6 @@ class BucketedGradients:
         for name in names & self._known.keys():
             self._known.pop(name).unhook()
             self._wanted = None
-        self._local -= names
-
-    def parameters(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The parameters that still exist, by name."""
-        for name, known in self._known.items():
-            if (parameter := known.reference()) is not None:
-                yield name, parameter
-
-    def take_as_summed(self, names: Iterable[int]) -> None:
-        """Counts gradients that all replicas were given as summed."""
-        self._local.difference_update(names)
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""
@@ -86,79 +71,50 @@ class BucketedGradients:
 
     # A backward pass
 
-    def begin(self, *, syncing: bool) -> None:
-        """Moves gradients out of the way that must not be mixed with those of the pass."""
-        self._counted = self._runtime.counted[self._runtime.rank]
+    def begin(self, *, syncing: bool, counts: bool) -> None:
         self._lay_out()
-        self._late, self._set_aside, self._hidden, self._num_started = set(), {}, {}, 0
-        for name, parameter in self.parameters():
-            if parameter.grad is None:
-                self._local.discard(name)
-            elif name not in self._local:
-                self._set_aside[name], parameter.grad = parameter.grad, None
-            elif not self._counted:
-                self._hidden[name], parameter.grad = parameter.grad, None
+        self._late, self._num_started, self._alone = set(), 0, {}
         if syncing:
             for bucket in self._buckets:
                 bucket.empty()
-        self._mode = _SUM if syncing else _KEEP
+        self._is_open = syncing and counts
 
-    def end(self, *, syncing: bool) -> None:
-        """Makes `.grad` what it must be when the pass returns; every replica must come here."""
-        self._mode = None
-        if not self._counted:
-            for name, parameter in self.parameters():
-                parameter.grad = self._hidden.get(name)
-        with torch.no_grad():
-            self._sum() if syncing else self._keep()
-        self._set_aside, self._hidden = {}, {}
-
-    def abandon(self) -> bool:
-        """Puts gradients back after a pass that has failed; tells whether sums had begun."""
-        self._mode = None
-        for name, parameter in self.parameters():
-            if name not in self._local or name in self._hidden:
-                parameter.grad = self._set_aside.get(name, self._hidden.get(name))
-        self._set_aside, self._hidden = {}, {}
-        return self._num_started > 0
+    def abandon(self) -> None:
+        self._is_open = False
+        if self._num_started:
+            self._spoil()
 
     @torch.no_grad()
     def _arrived(self, name: int, parameter: torch.Tensor) -> None:
         """Torch has added to the gradient of a parameter."""
         gradient = parameter.grad
-        if self._mode is None or gradient is None or not self._counted:
+        if not self._is_open or gradient is None:
             return
-        if gradient.layout != torch.strided:
-            raise StrategyError(
-                f"{self._known[name].label!r} of shape {tuple(parameter.shape)} got a sparse gradient, which replicas "
-                f"cannot sum; use sparse=False in its nn.Embedding"
-            )
+        self._require_dense(name, gradient)
         with self._lock:
-            if self._mode == _KEEP:
-                if name not in self._set_aside:
-                    self._local.add(name)
-            elif (bucket := self._bucket_of[name]).wait_for_sum is not None:
+            if (bucket := self._bucket_of[name]).wait_for_sum is not None:
                 # A pass within the pass (checkpointing) came back to a parameter that seemed to be done.
                 self._late.add(name)
-            else:
-                bucket.put(name, gradient)
-                while self._num_started < len(self._buckets) and not self._buckets[self._num_started].missing:
-                    self._start_next()
+                return
+            bucket.put(name, gradient)
+            while self._num_started < len(self._buckets) and not self._buckets[self._num_started].missing:
+                self._start_next()
 
     def _start_next(self) -> None:
         bucket = self._buckets[self._num_started]
         self._num_started += 1
         bucket.wait_for_sum = self._start_sum(bucket.flat)
 
-    def _sum(self) -> None:
-        for name, parameter in self.parameters():
+    def sum(self, gradients: Mapping[int, torch.Tensor]) -> Summed:
+        start = time.monotonic()
+        self._is_open = False
+        for name, gradient in gradients.items():
             bucket = self._bucket_of.get(name)
-            if bucket is not None and name in bucket.missing and parameter.grad is not None:
-                bucket.put(name, parameter.grad)  # left by passes without sync
+            if bucket is not None and name in bucket.missing:
+                self._require_dense(name, gradient)
+                bucket.put(name, gradient)  # left by passes without a sum
         # Before anything waits for a sum: this wait for the others can be ended, and knows who is missing.
-        states = self._exchange([self._state_of(name) for name in self._known])
-        if self._runtime.settings.unused == "error":
-            self._refuse_unused(states)
+        states = self._gather([self._state_of(name) for name in self._known])
         found = dict(zip(self._known, states.amax(dim=0).tolist(), strict=True))
         while self._num_started < len(self._buckets):
             bucket = self._buckets[self._num_started]
@@ -167,28 +123,26 @@ class BucketedGradients:
                 self._start_next()
             else:
                 self._num_started += 1
-        late = {name: self._start_alone(name) for name, state in found.items() if state == _LATE}
+        late = {name: self._start_alone(name, gradients) for name, state in found.items() if state == _LATE}
         sums = [bucket.take_sum() for bucket in self._buckets if bucket.wait_for_sum is not None]
-        alone = {name: wait() for name, wait in late.items()}
-        self._judge([*sums, *alone.values()])
-        for name, parameter in self.parameters():
-            before, bucket = self._set_aside.get(name), self._bucket_of.get(name)
-            if bucket is None:
-                parameter.grad = parameter.grad if before is None else before
-            elif found[name]:
-                total = bucket.slot(name, alone.get(name))
-                parameter.grad = total if before is None else before.add_(total)
-                self._local.discard(name)
-            else:
-                parameter.grad = before
+        self._alone = {name: wait() for name, wait in late.items()}
+        is_judged = self._replica.recipe.on_nonfinite != "apply"
+        is_finite = not is_judged or _are_finite([*sums, *self._alone.values()])
+        self._replica.signals.waited_s += time.monotonic() - start
+        return Summed({name for name, state in found.items() if state}, is_finite)
+
+    def total(self, name: int) -> torch.Tensor:
+        return self._bucket_of[name].slot(name, self._alone.get(name))
+
+    def end(self) -> None:
         for bucket in self._buckets:
             bucket.let_go()
+        self._alone = {}
 
-    def _start_alone(self, name: int) -> Callable[[], torch.Tensor]:
-        parameter = self._known[name].reference()
+    def _start_alone(self, name: int, gradients: Mapping[int, torch.Tensor]) -> Callable[[], torch.Tensor]:
         row, slot = self._bucket_of[name].new_row(name)
-        if parameter is not None and parameter.grad is not None:
-            slot.copy_(parameter.grad)
+        if name in gradients:
+            slot.copy_(gradients[name])
         return self._start_sum(row)
 
     def _state_of(self, name: int) -> int:
@@ -197,68 +151,22 @@ class BucketedGradients:
             return _ABSENT
         return _LATE if name in self._late else _PRESENT
 
-    def _keep(self) -> None:
-        """Ends a pass without sync.
+    def _require_dense(self, name: int, gradient: torch.Tensor) -> None:
+        if gradient.layout != torch.strided:
+            raise StrategyError(
+                f"{self._known[name].label!r} of shape {tuple(gradient.shape)} got a sparse gradient, which replicas "
+                f"cannot sum; use sparse=False in its nn.Embedding"
+            )
 
-        Where it added to a gradient that is already summed, only replica 0 keeps the summed part,
-        so that the next sum counts it once.
-        """
-        if not self._set_aside:
-            return
-        own = {name: parameter.grad for name, parameter in self.parameters()}
-        touched = self._exchange([name in self._set_aside and own.get(name) is not None for name in self._known])
-        found = dict(zip(self._known, touched.amax(dim=0).tolist(), strict=True))
-        for name, parameter in self.parameters():
-            summed, gradient = self._set_aside.get(name), own[name]
-            if summed is None:
-                continue
-            if found[name]:
-                self._local.add(name)
-                if self._runtime.global_rank:
-                    summed.zero_()
-                if gradient is not None:
-                    summed.add_(gradient)
-            parameter.grad = summed
-
-    # What all replicas know
-
-    def _exchange(self, values: Sequence[int]) -> torch.Tensor:
-        """The small numbers of all replicas, a row for each."""
-        return torch.stack(self._runtime.collective.all_gather(torch.tensor(values, dtype=torch.int64)))
-
-    def _refuse_unused(self, states: torch.Tensor) -> None:
-        ranks = [rank for rank, counts in enumerate(self._runtime.all_counted) if counts]
-        for known, column in zip(self._known.values(), states.T.tolist(), strict=True):
-            having = [rank for rank in ranks if column[rank]]
-            missing = [rank for rank in ranks if not column[rank]]
-            if having and missing:
-                raise StrategyError(
-                    f"{known.label!r} got a gradient on replica {having[0]} but not on {missing[0]}; "
-                    f"use unused='zero' if this is meant"
-                )
-
-    def _judge(self, sums: Sequence[torch.Tensor]) -> None:
-        """Finds out whether all sums are finite, and if not, whose gradients are to blame."""
-        self.culprits = []
-        if self._runtime.settings.on_nonfinite == "apply" or _are_finite(sums):
-            return
-        own = dict(self.parameters())
-        bad = [
-            number
-            for number, name in enumerate(self._known, start=1)
-            if name in own and (gradient := own[name].grad) is not None and not gradient.isfinite().all()
-        ]
-        firsts = self._exchange([bad[0] if bad else 0]).flatten().tolist()
-        labels = [known.label for known in self._known.values()]
-        self.culprits = [(rank, labels[first - 1]) for rank, first in enumerate(firsts) if first]
-        self.culprits = self.culprits or [(0, "a sum that is too large")]
+    def _gather(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.stack(self._replica.collective.all_gather(torch.tensor(numbers, dtype=torch.int64)))
 
     def _lay_out(self) -> None:
         """Packs the parameters that want gradients into buckets, when they are others than before."""
         wanted = [known.wants_gradient() for known in self._known.values()]
         if wanted == self._wanted:
             return
-        rows = self._exchange([int(each) for each in wanted])
+        rows = self._gather([int(each) for each in wanted])
         for known, column in zip(self._known.values(), rows.T.tolist(), strict=True):
             if len(set(column)) > 1:
                 raise StrategyError(

@@ -6,14 +6,14 @@ serves the controller between runs: there it gives tensors out and finds what wa
 """
 
 import dataclasses
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from stratagem.collectives.reconnecting import Link
+from stratagem.variables.ledger import Ledger
 from stratagem.variables.participant import Updating
 from stratagem.variables.slices import SplitUpdate
 
@@ -38,35 +38,17 @@ class Copies(ABC):
     """One replica's variables, and how they agree with those of the others.
 
     Args:
+        ledger: The gradients of its parameters.
         link: What must be connected before a run, where memory is not enough.
     """
 
-    def __init__(self, link: Link | None = None) -> None:
+    def __init__(self, ledger: Ledger, link: Link | None = None) -> None:
+        self.ledger = ledger
         self.link = link
-        # Parameters whose summed gradients were not finite, and whose fault it was; the same in every replica.
-        self._not_finite: dict[int, weakref.ref[torch.Tensor]] = {}
-        self.culprits: list[tuple[int, str]] = []
 
-    def judge(self, culprits: Sequence[tuple[int, str]]) -> None:
-        """Remembers after a sum which gradients are not finite.
-
-        Args:
-            culprits: The replicas and parameters that made it so; none if the sum is finite.
-        """
-        if culprits:
-            self.culprits = list(culprits)
-            bad = [each for each in self.parameters() if each.grad is not None and not each.grad.isfinite().all()]
-            self._not_finite |= {id(each): weakref.ref(each) for each in bad}
-
-    def are_finite(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether no gradient that would be applied to these parameters is known not to be finite."""
-        if not self._not_finite:
-            return True
-        for key, reference in list(self._not_finite.items()):
-            parameter = reference()
-            if parameter is None or parameter.grad is None or bool(parameter.grad.isfinite().all()):
-                del self._not_finite[key]
-        return not any(id(each) in self._not_finite for each in parameters)
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that still exist."""
+        return [parameter for _, parameter in self.ledger.parameters()]
 
     # Distributed tensors
 
@@ -85,10 +67,6 @@ class Copies(ABC):
     @abstractmethod
     def drop(self, names: set[int]) -> None:
         """Lets go of tensors that the program has dropped."""
-
-    @abstractmethod
-    def parameters(self) -> list[torch.Tensor]:
-        """The parameters that still exist."""
 
     @abstractmethod
     def split(self, optimizer: torch.optim.Optimizer, replica: Updating) -> SplitUpdate | None:
@@ -123,18 +101,6 @@ class Copies(ABC):
     # A run
 
     @abstractmethod
-    def begin_backward(self, *, syncing: bool) -> None:
-        """Prepares a backward pass, whose gradients are summed if `syncing`."""
-
-    @abstractmethod
-    def end_backward(self, *, syncing: bool) -> None:
-        """Makes `.grad` what it must be when the pass returns; every replica must come here."""
-
-    @abstractmethod
-    def abandon_backward(self) -> None:
-        """Cleans up after a pass that has failed."""
-
-    @abstractmethod
     def publish_written(self) -> None:
         """Makes parameters that the program changed in place, the same in every replica, everyone's."""
 
@@ -151,23 +117,20 @@ class Copies(ABC):
         raise NotImplementedError("only memory that is shared is written to in a run")
 
     @abstractmethod
-    def settle(self, share: float) -> bool:
-        """At the end of a run: publishes what was written, and brings buffers to one state.
+    def settle(self, share: float, *, all_buffers: bool = False) -> bool:
+        """At the end of a step: publishes what was written, and brings buffers to one state.
 
         Args:
             share: This replica's weight in the mean of floating-point buffers; others become replica 0's.
+            all_buffers: Whether replicas may differ in any of them, and not only in those that this step wrote to.
         Returns:
             Whether this replica has still to publish what it wrote, in a meeting of all.
         """
 
+    def keep_own(self) -> None:
+        """At the end of a step after which replicas stay different: what this one changed is its own."""
+        raise NotImplementedError("variables that lie once cannot be different")
+
     @abstractmethod
     def close(self) -> None:
         """Gives everything up."""
-
-
-def mark(tensor: torch.Tensor | None) -> Any:
-    """Differs when a tensor has been replaced or written to."""
-    if tensor is None:
-        return ()
-    address = tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
-    return address, tensor._version

@@ -47,7 +47,7 @@ class Participant(Protocol):
         """Which replica of all machines."""
 
     @property
-    def settings(self) -> Options: ...
+    def recipe(self) -> Options: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -86,7 +86,7 @@ class Updating(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def may_update(self, parameters: Iterable[torch.Tensor]) -> bool:
+    def may_update(self, parameters: Iterable[torch.Tensor], *, checked: bool = False) -> bool:
         """Whether the gradients of these parameters are fit to be applied; the same in every replica."""
 
     def split_update(

@@ -10,7 +10,6 @@ Buffers are compared with what they were, because torch does not count what batc
 """
 
 import dataclasses
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -20,8 +19,9 @@ import torch
 from stratagem.collectives.reconnecting import Link, Meet
 from stratagem.errors import StrategyError
 from stratagem.variables import agreement
-from stratagem.variables.buckets import BucketedGradients
-from stratagem.variables.copies import Copies, Written, mark
+from stratagem.variables.buckets import Buckets
+from stratagem.variables.copies import Copies, Written
+from stratagem.variables.ledger import Ledger, mark
 from stratagem.variables.participant import Participant, Updating
 
 _CPU = torch.device("cpu")
@@ -44,23 +44,26 @@ class PrivateCopies(Copies):
 
     Args:
         runtime: The replica.
-        by_torch: Whether gradients are summed by torch.distributed, or else by the replica's collective.
+        way: How gradients are summed: by `torch`.distributed, by the replica's own `collective`, or not at all because
+            each replica trains `alone`.
         meet: Where replicas meet that share no memory.
     """
 
-    def __init__(self, runtime: Participant, *, by_torch: bool, meet: Meet | None = None) -> None:
+    def __init__(self, runtime: Participant, *, way: str, meet: Meet | None = None) -> None:
+        recipe = runtime.recipe
         # On several machines sums go over all of them, in two levels.
-        linked = by_torch and runtime.settings.size > 1 and runtime.settings.num_machines == 1
-        super().__init__(
-            Link(runtime.rank, runtime.settings.size, runtime.device, runtime.signals, meet) if linked else None
-        )
+        linked = way == "torch" and recipe.size > 1 and recipe.num_machines == 1
+        link = Link(runtime.rank, recipe.size, runtime.device, runtime.signals, meet) if linked else None
+        self._buckets = None
+        if way != "alone":
+            start_sum, spoil = (link.start_sum, link.spoil) if link else (self._sum_at_the_end, _nothing)
+            self._buckets = Buckets(runtime, start_sum, spoil)
+        super().__init__(Ledger(runtime, self._buckets), link)
         self._runtime = runtime
-        self._gradients = BucketedGradients(runtime, self.link.start_sum if self.link else self._sum_at_the_end)
         self._buffers: dict[int, weakref.ref[torch.Tensor]] = {}
         self._before: dict[int, torch.Tensor] = {}
         self._forms: dict[int, Any] = {}
         self._marks: dict[int, Any] = {}
-        self._gradient_marks: dict[int, Any] = {}
 
     # Distributed tensors
 
@@ -84,81 +87,64 @@ class PrivateCopies(Copies):
 
     def add(self, placed: Sequence[Given], tensors: Mapping[int, torch.Tensor]) -> None:
         parameters = {each.name: tensors[each.name] for each in placed if each.is_parameter}
-        self._gradients.add(parameters, {each.name: each.label for each in placed})
+        labels = {each.name: each.label for each in placed}
+        self.ledger.add(parameters, labels)
+        if self._buckets is not None:
+            self._buckets.add(parameters, labels)
         for each in placed:
             tensor = tensors[each.name]
             self._forms[each.name] = _form(tensor), each.label
             if each.is_parameter:
                 self._marks[each.name] = mark(tensor)
-                self._gradient_marks[each.name] = mark(None)
             else:
                 self._buffers[each.name] = weakref.ref(tensor)
                 self._before[each.name] = tensor.detach().clone()
 
     def drop(self, names: set[int]) -> None:
-        self._gradients.drop(names)
-        for known in (self._buffers, self._before, self._forms, self._marks, self._gradient_marks):
+        self.ledger.drop(names)
+        if self._buckets is not None:
+            self._buckets.drop(names)
+        for known in (self._buffers, self._before, self._forms, self._marks):
             for name in names & known.keys():
                 del known[name]
-
-    def parameters(self) -> list[torch.Tensor]:
-        return [parameter for _, parameter in self._gradients.parameters()]
 
     # Between runs
 
     def take_written(self) -> Written:
         written = Written()
-        for name, parameter in self._gradients.parameters():
+        for name, parameter in self.ledger.parameters():
             self._check_form(name, parameter)
             if mark(parameter) != self._marks.get(name):
                 written.values[name] = _on_host(parameter)
-            if mark(parameter.grad) != self._gradient_marks.get(name):
-                written.gradients[name] = None if parameter.grad is None else _on_host(parameter.grad)
+        for name, gradient in self.ledger.changed_gradients().items():
+            written.gradients[name] = None if gradient is None else _on_host(gradient)
         for name, buffer in self._live_buffers():
             self._check_form(name, buffer)
             if name not in self._before or not torch.equal(buffer, self._before[name]):
                 written.values[name] = _on_host(buffer)
                 self._before[name] = buffer.detach().clone()
-        self._gradients.take_as_summed(written.gradients)
-        if self._runtime.settings.num_machines > 1:
+        if self._runtime.recipe.num_machines > 1:
             written.told.update({f"tensor {name}": agreement.checksum(each) for name, each in written.values.items()})
         return written
 
     @torch.no_grad()
     def receive(self, written: Written) -> None:
-        tensors = dict(self._gradients.parameters()) | dict(self._live_buffers())
+        tensors = dict(self.ledger.parameters()) | dict(self._live_buffers())
         for name, value in written.values.items():
             tensors[name].copy_(value)
             if name in self._buffers:
                 self._before[name] = tensors[name].detach().clone()
-        for name, gradient in written.gradients.items():
-            tensors[name].grad = None if gradient is None else gradient.to(self._runtime.device, copy=True)
-        self._gradients.take_as_summed(written.gradients)
+        self.ledger.receive_gradients(written.gradients)
 
     def note_state(self) -> None:
-        for name, parameter in self._gradients.parameters():
-            self._marks[name] = mark(parameter)
-            self._gradient_marks[name] = mark(parameter.grad)
+        self._marks = {name: mark(parameter) for name, parameter in self.ledger.parameters()}
+        self.ledger.note_gradients()
 
     def forget_state(self) -> None:
-        for known in (self._before, self._marks, self._gradient_marks):
-            known.clear()
+        self._before, self._marks = {}, {}
+        self.ledger.forget_gradients()
 
     # A run
-
-    def begin_backward(self, *, syncing: bool) -> None:
-        self._gradients.begin(syncing=syncing)
-
-    def end_backward(self, *, syncing: bool) -> None:
-        start = time.monotonic()
-        self._gradients.end(syncing=syncing)
-        self._runtime.signals.waited_s += time.monotonic() - start
-        if syncing:
-            self.judge(self._gradients.culprits)
-
-    def abandon_backward(self) -> None:
-        if self._gradients.abandon() and self.link is not None:
-            self.link.spoil()
 
     def publish_written(self) -> None:
         """What the program does in every replica alike is everyone's already."""
@@ -170,9 +156,9 @@ class PrivateCopies(Copies):
                 parameter.copy_(self._runtime.control.broadcast(parameter))
 
     @torch.no_grad()
-    def settle(self, share: float) -> bool:
+    def settle(self, share: float, *, all_buffers: bool = False) -> bool:
         buffers, collective = dict(self._live_buffers()), self._runtime.collective
-        own = [name in buffers and not torch.equal(buffers[name], self._before[name]) for name in self._buffers]
+        own = [all_buffers or self._is_changed(name, buffers) for name in self._buffers]
         rows = self._runtime.collective.all_gather(torch.tensor(own, dtype=torch.uint8))
         changed = [name for name, anywhere in zip(self._buffers, torch.stack(rows).amax(0), strict=True) if anywhere]
         floats = [name for name in changed if self._before[name].is_floating_point()]
@@ -193,8 +179,14 @@ class PrivateCopies(Copies):
                 self._before[name].copy_(buffers[name])
         return False
 
+    @torch.no_grad()
+    def keep_own(self) -> None:
+        for name, buffer in self._live_buffers():
+            self._before[name] = buffer.detach().clone()
+
     def close(self) -> None:
-        self._gradients.close()
+        if self._buckets is not None:
+            self._buckets.close()
         if self.link is not None:
             self.link.disconnect()
 
@@ -203,6 +195,9 @@ class PrivateCopies(Copies):
 
     def _sum_at_the_end(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
         return lambda: self._runtime.collective.all_reduce(flat)
+
+    def _is_changed(self, name: int, buffers: Mapping[int, torch.Tensor]) -> bool:
+        return name in buffers and not torch.equal(buffers[name], self._before[name])
 
     def _live_buffers(self) -> Iterator[tuple[int, torch.Tensor]]:
         for name, reference in self._buffers.items():
@@ -216,6 +211,10 @@ class PrivateCopies(Copies):
                 f"{label!r} was {_words(form)} when it was distributed and is now {_words(_form(tensor))}; change a "
                 f"model's shapes, types and devices before its first run"
             )
+
+
+def _nothing() -> None:
+    """A collective of memory has nothing that could be spoiled."""
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

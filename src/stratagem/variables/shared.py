@@ -5,8 +5,8 @@ its own view of the pages, and the mean of buffers.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Mapping, Sequence
+from typing import final
 
 import numpy as np
 import torch
@@ -21,12 +21,12 @@ from stratagem.variables.copies import (
     WRITTEN_FLAG,
     Copies,
     Written,
-    mark,
 )
+from stratagem.variables.ledger import Ledger
 from stratagem.variables.participant import Participant, Updating
 from stratagem.variables.slices import SplitUpdate, can_be_split
 from stratagem.variables.store import Placement, Store
-from stratagem.variables.windows import GradientStore, GradientSync
+from stratagem.variables.windows import Windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +55,13 @@ class SharedCopies(Copies):
     """
 
     def __init__(self, runtime: Participant) -> None:
-        super().__init__()
+        self._windows = Windows(runtime)
+        super().__init__(Ledger(runtime, self._windows))
         self._runtime = runtime
         self._signals = runtime.signals
         self._parameters: list[Store] = []
         self._buffers: list[Store] = []
-        self._gradients = GradientSync(runtime)
         self._where: dict[int, tuple[Store, Placement]] = {}
-        self._gradient_marks: dict[int, Any] = {}
         self._wrote = False  # whether parameters were written to, in this run and on this machine
         self._new_memory: list[tuple[Store, ExchangeMemory]] = []  # which the children may not have yet
         self._failed = False
@@ -102,11 +101,14 @@ class SharedCopies(Copies):
 
     def _exchange_gradients(self, store: Store, memory: ExchangeMemory) -> None:
         segments = [(placement.offset, placement.numel) for placement in store.placements]
-        further = self._runtime.settings.num_machines > 1
+        further = self._runtime.recipe.num_machines > 1
         exchange = Exchange(
             memory.slots, memory.total, store.dtype, segments, store.num_elements, self._signals, further=further
         )
-        self._gradients.stores.append(GradientStore(store, exchange))
+        self._windows.add(store, exchange)
+        live = {each.name: tensor for each, tensor in zip(store.placements, store.tensors, strict=True)}
+        labels = {placement.name: placement.label for placement in store.placements}
+        self.ledger.add({name: tensor for name, tensor in live.items() if tensor is not None}, labels)
 
     def drop(self, names: set[int]) -> None:
         """Lets go of memory that nothing else is in.
@@ -114,15 +116,17 @@ class SharedCopies(Copies):
         Not on several machines, where the garbage collector may have been earlier on one than on another: all must
         exchange the same.
         """
-        if self._runtime.settings.num_machines > 1:
+        if self._runtime.recipe.num_machines > 1:
             return
         for stores in (self._parameters, self._buffers):
             for store in [each for each in stores if _is_gone(each, names)]:
                 stores.remove(store)
-                self._gradients.stores = [each for each in self._gradients.stores if each.store is not store]
+                self._windows.drop(store)
+                self.ledger.drop({placement.name for placement in store.placements})
                 self._where = {}
 
     def parameters(self) -> list[torch.Tensor]:
+        """Also those that need no gradient, and so are in no exchange."""
         return [tensor for store in self._parameters for tensor in store.tensors if tensor is not None]
 
     def split(self, optimizer: torch.optim.Optimizer, replica: Updating) -> SplitUpdate | None:
@@ -131,63 +135,36 @@ class SharedCopies(Copies):
     def take_written(self) -> Written:
         """No value travels but gradients: the pages that the controller wrote to become everyone's."""
         told: agreement.Told = {}
-        compares = self._runtime.settings.num_machines > 1
+        compares = self._runtime.recipe.num_machines > 1
         for store in (*self._parameters, *self._buffers):
             store.bring_back()
             pages = store.region.written_pages()
             told |= agreement.changed_in(store, pages) if compares else {}
             store.region.publish(pages)
         failed, self._failed = self._failed, False
-        gradients = self._changed_gradients()
+        gradients = self.ledger.changed_gradients()
         if compares:
             told |= {f"gradient {name}": agreement.checksum(gradient) for name, gradient in gradients.items()}
         return Written({}, gradients, self._new_exchanges(), failed, told)
 
-    def _changed_gradients(self) -> dict[int, torch.Tensor | None]:
-        """What the controller did to gradients between two runs: most often it dropped them."""
-        changed: dict[int, torch.Tensor | None] = {}
-        for name, parameter in self._named():
-            if self._gradient_marks.get(name, mark(None)) != mark(parameter.grad) and not _is_sparse(parameter.grad):
-                changed[name] = None if parameter.grad is None else parameter.grad.detach()
-        self._take_as_summed(changed)
-        return changed
-
-    def _take_as_summed(self, names: Iterable[int]) -> None:
-        for store in self._gradients.stores if names else ():
-            store.take_as_summed(names)
-
-    def _named(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The parameters that still exist, by name."""
-        for store in self._parameters:
-            for tensor, placement in zip(store.tensors, store.placements, strict=True):
-                if tensor is not None:
-                    yield placement.name, tensor
-
     def _new_exchanges(self) -> list[tuple[int, ExchangeMemory]]:
         """Memory for the gradients of parameters that were frozen until now."""
         for store in self._parameters:
-            if not self._exchanges(store) and any(each is not None and each.requires_grad for each in store.tensors):
+            if not self._windows.has(store) and any(each is not None and each.requires_grad for each in store.tensors):
                 self._new_memory.append((store, self._exchange_memory(store)))
                 self._exchange_gradients(*self._new_memory[-1])
         return [
             (self._parameters.index(store), memory) for store, memory in self._new_memory if store in self._parameters
         ]
 
-    def _exchanges(self, store: Store) -> bool:
-        return any(each.store is store for each in self._gradients.stores)
-
     def receive(self, written: Written) -> None:
         if written.after_failure:
             for store in (*self._parameters, *self._buffers):
                 store.region.drop(store.region.written_pages())
         for number, memory in written.exchanges:
-            if not self._exchanges(self._parameters[number]):
+            if not self._windows.has(self._parameters[number]):
                 self._exchange_gradients(self._parameters[number], memory)
-        if written.gradients:
-            tensors = dict(self._named())
-            for name, gradient in written.gradients.items():
-                tensors[name].grad = gradient
-            self._take_as_summed(written.gradients)
+        self.ledger.receive_gradients(written.gradients)
 
     def own_part(self, tensor: torch.Tensor) -> tuple[int, int]:
         store, placement = self.find(tensor)
@@ -211,25 +188,12 @@ class SharedCopies(Copies):
         return self._where[id(tensor)]
 
     def note_state(self) -> None:
-        self._gradient_marks = {name: mark(parameter.grad) for name, parameter in self._named()}
+        self.ledger.note_gradients()
         self._new_memory = []
 
     def forget_state(self) -> None:
-        self._gradient_marks = {}
+        self.ledger.forget_gradients()
         self._failed = True
-
-    def begin_backward(self, *, syncing: bool) -> None:
-        self._gradients.begin(syncing=syncing)
-
-    def end_backward(self, *, syncing: bool) -> None:
-        if syncing:
-            self._gradients.sum()
-            self.judge(self._gradients.culprits)
-        else:
-            self._gradients.keep()
-
-    def abandon_backward(self) -> None:
-        self._gradients.abandon()
 
     def publish_written(self) -> None:
         """Also the point where all replicas have come: nobody reads parameters that others now update."""
@@ -243,9 +207,9 @@ class SharedCopies(Copies):
             store.region.drop(pages)
         self._signals.barrier()
 
-    def settle(self, share: float) -> bool:
+    def settle(self, share: float, *, all_buffers: bool = False) -> bool:
         written = [store.region.written_pages() for store in self._parameters]
-        several_machines = self._runtime.settings.num_machines > 1
+        several_machines = self._runtime.recipe.num_machines > 1
         if not self._buffers:
             # Seldom is anything written after the last update: no reason for all to wait for each other. Other
             # machines are asked when the next run begins.
@@ -319,11 +283,6 @@ class SharedCopies(Copies):
 
     def close(self) -> None:
         """Tensors that are still used keep their memory."""
-
-
-def _is_sparse(gradient: torch.Tensor | None) -> bool:
-    """Whether it is of the kind that no sum takes: the next pass says so."""
-    return gradient is not None and gradient.layout != torch.strided
 
 
 def _any(written: Sequence[np.ndarray]) -> int:

@@ -12,7 +12,7 @@ import torch
 from stratagem.engine import context
 from stratagem.engine.distribution import Distribution
 from stratagem.engine.queued import worker_calls
-from stratagem.engine.recipe import Settings
+from stratagem.engine.recipe import Recipe
 from stratagem.errors import StrategyError
 from stratagem.parameters.local.gradient_slots import GradientSlots
 from stratagem.parameters.local.shared_variables import Held, LocalVariables, SharedMemoryOfShards
@@ -39,7 +39,7 @@ class MainProgram:
         self, memory: SharedMemoryOfShards, distribution: Distribution, workers: "ParameterWorkers", *, num_slots: int
     ) -> None:
         self.variables = LocalVariables(memory)
-        self.settings = Settings(1, kept_on="cpu")
+        self.recipe = Recipe(1, kept_on="cpu")
         self.copies = self  # what `distribution` asks of copies is here as well
         self.updates: dict[int, Any] = {}
         self.placed: list[Held] = []

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from stratagem.collectives.one_replica import OneReplica
 from stratagem.engine import context
 from stratagem.engine.context import ReplicaContext
-from stratagem.engine.recipe import Settings
+from stratagem.engine.recipe import Recipe
 from stratagem.engine.strategy_in_replica import StrategyInReplica
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica, state_diff
@@ -102,7 +102,7 @@ class WorkerRuntime:
     ) -> None:
         self.worker = worker
         self.shared_settings = settings
-        self.settings = Settings(1, kept_on="cpu")
+        self.recipe = Recipe(1, kept_on="cpu")
         self.variables = LocalVariables(memory, torn_reads=settings.torn_reads)
         self.copies = self  # what `in_child` asks of copies is here as well
         self.updates: dict[int, Any] = {}

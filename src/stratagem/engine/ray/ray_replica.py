@@ -30,7 +30,7 @@ from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
 from stratagem.devices.spec import CPU
 from stratagem.engine import child_calls
-from stratagem.engine.recipe import Settings
+from stratagem.engine.recipe import Recipe
 from stratagem.engine.strategy_in_replica import StrategyInReplica
 from stratagem.processes import child
 from stratagem.processes.packing import pack, unpack
@@ -162,17 +162,17 @@ def sit(kind: str, num_threads: int) -> LogicalDevice:
     return dataclasses.replace(device, num_threads=num_threads) if kind == CPU else device
 
 
-def join(key: int, rank: int, settings: Settings, devices: Sequence[LogicalDevice], invitation: Invitation) -> None:
+def join(key: int, rank: int, recipe: Recipe, devices: Sequence[LogicalDevice], invitation: Invitation) -> None:
     """Makes this process a replica of a strategy."""
     membership = _now.membership = _enter(invitation, rank)
     child_calls.join(
         key,
         rank,
         devices[rank],
-        settings,
+        recipe,
         Region.create(Signals.num_bytes(1)),
         Region.create(SharedMemory.num_bytes(1)),
-        StrategyInReplica(rank, devices, settings.first, settings.total),
+        StrategyInReplica(rank, devices, recipe.first, recipe.total),
         meeting_of(membership),
     )
     runtime = child_calls.runtime_of(key)

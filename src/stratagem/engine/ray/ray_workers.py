@@ -29,7 +29,7 @@ from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.ray import ray_replica
 from stratagem.engine.ray.ray_children import RayChildren
 from stratagem.engine.ray.ray_replica import HEARTBEAT_S, NUM_MISSED, Invitation
-from stratagem.engine.recipe import Settings
+from stratagem.engine.recipe import Recipe
 from stratagem.errors import DeviceNotFoundError
 from stratagem.processes.group import ReplicaGroup, raise_first
 
@@ -62,11 +62,11 @@ class RayWorkers:
         elsewhere = LogicalDevice(kind, 0, PhysicalDevice(kind, 0), place)
         self.devices = (own, *[elsewhere] * (cluster.num_workers - 1))
 
-    def new_replicas(self, owner: Any, *, settings: Settings, stall_timeout_s: float) -> LocalReplicas:
+    def new_replicas(self, owner: Any, *, recipe: Recipe, stall_timeout_s: float) -> LocalReplicas:
         """What drives the replicas for a strategy, with actors that are new."""
         self._placement = self._placement or Placement(Room.of_cluster(self._cluster))
         start = RayStart(self._placement, num_threads=self._cluster.num_threads, join_timeout_s=self._join_timeout_s)
-        self._replicas = LocalReplicas(owner, self.devices, settings, stall_timeout_s, elsewhere=start)
+        self._replicas = LocalReplicas(owner, self.devices, recipe, stall_timeout_s, elsewhere=start)
         return self._replicas
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class RayStart:
         """What a collective is told so that it finds the others."""
         return self._meeting(name) if self._meeting is not None else {}
 
-    def join(self, group: ReplicaGroup, key: int, settings: Settings, devices: Sequence[LogicalDevice]) -> None:
+    def join(self, group: ReplicaGroup, key: int, recipe: Recipe, devices: Sequence[LogicalDevice]) -> None:
         """Makes the children replicas of the strategy, and lets all find one another."""
         group.call_all(ray_replica.sit, devices[-1].device_type, self._num_threads)
         found = [devices[0], *group.collect()]
@@ -124,7 +124,7 @@ class RayStart:
                 token_file=token_file,
             )
             ranks = range(1, len(devices))
-            group.call(ray_replica.join, [(key, rank, settings, found, invitation) for rank in ranks])
+            group.call(ray_replica.join, [(key, rank, recipe, found, invitation) for rank in ranks])
             self.children.membership = membership.join()
         group.collect()
         raise_first(None, group.failures())

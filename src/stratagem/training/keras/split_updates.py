@@ -67,7 +67,7 @@ class _Update:
         if run is None:
             self._whole(gradients, variables, learning_rate)
         elif (parts := self._parts_of(variables, run.copies)) is None:
-            if self._checks_gradients or run.may_update(map(tensor_of, variables)):
+            if run.may_update(map(tensor_of, variables), checked=self._checks_gradients):
                 self._whole(gradients, variables, learning_rate)
         else:
             with run.split_update(map(tensor_of, variables), checked=self._checks_gradients) as may_update:

@@ -1,0 +1,233 @@
+"""When replicas agree, and on what.
+
+A plan (`SumGradients`, `AverageWeights`) is a value that a strategy chooses and every replica is sent;
+`start` makes of it what one replica does: the weight of its loss, what happens around a backward pass
+and before an update, and what all do together at the end of a step.
+"""
+
+import dataclasses
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, final
+
+import torch
+
+from stratagem.collectives.collective import Collective
+from stratagem.variables.copies import Copies
+
+_CHUNK_BYTES = 25 * 2**20
+
+
+class Syncing(Protocol):
+    """One replica, as its sync sees it."""
+
+    @property
+    def copies(self) -> Copies: ...
+
+    @property
+    def collective(self) -> Collective:
+        """How replicas of all machines exchange tensors."""
+
+    @property
+    def share(self) -> float:
+        """This replica's part of the examples of the step."""
+
+    @property
+    def num_examples(self) -> float:
+        """How many examples of the step it has; 1 if nobody knows."""
+
+    @property
+    def syncs(self) -> bool:
+        """Whether replicas that train alone agree at the end of the step."""
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer was asked for an update in the step; all replicas ask alike."""
+
+    @property
+    def updated(self) -> bool:
+        """Whether it has made one."""
+
+
+class Sync(ABC):
+    """What one replica does so that all agree."""
+
+    def __init__(self, replica: Syncing) -> None:
+        self._replica = replica
+
+    @property
+    @abstractmethod
+    def weight(self) -> float:
+        """By which the loss of this replica counts in a backward pass."""
+
+    @abstractmethod
+    def end_step(self) -> bool:
+        """At the end of a step: brings replicas to one state.
+
+        Returns:
+            Whether this replica has still to publish what it wrote, in a meeting of all.
+        """
+
+    def agree(self) -> None:  # noqa: B027  # most always do
+        """Brings all replicas to one state now; every one must come here."""
+
+    def begin_pass(self, *, syncing: bool) -> None:
+        """Prepares a backward pass, whose gradients are exchanged if `syncing`."""
+        self._replica.copies.ledger.begin_pass(syncing=syncing)
+
+    def end_pass(self, *, syncing: bool) -> None:
+        """Makes `.grad` what it must be when the pass returns."""
+        self._replica.copies.ledger.end_pass(syncing=syncing)
+
+    def abandon_pass(self) -> None:
+        """Cleans up after a pass that has failed."""
+        self._replica.copies.ledger.abandon_pass()
+
+    def before_update(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether the gradients of these parameters are fit to be applied."""
+        return self._replica.copies.ledger.are_finite(parameters)
+
+
+class SyncPlan(Protocol):
+    """When replicas agree, as a strategy chooses it."""
+
+    @property
+    def every(self) -> int:
+        """After how many steps they do."""
+
+    def start(self, replica: Syncing) -> Sync:
+        """What one replica does for it."""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class SumGradients:
+    """Replicas agree in every backward pass: they sum their gradients.
+
+    Args:
+        mean: Whether each replica's loss counts by its part of the global batch; else all count fully.
+    """
+
+    mean: bool = True
+    every: int = 1
+
+    def start(self, replica: Syncing) -> Sync:
+        return _Summing(replica, self.mean)
+
+
+@final
+class _Summing(Sync):
+    def __init__(self, replica: Syncing, mean: bool) -> None:
+        super().__init__(replica)
+        self._mean = mean
+
+    @property
+    def weight(self) -> float:
+        return self._replica.share if self._mean else 1.0
+
+    def end_step(self) -> bool:
+        return self._replica.copies.settle(self._replica.share)
+
+
+# Makes an optimizer of parameters: `lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)`.
+OuterOptimizer = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class AverageWeights:
+    """Replicas train alone and agree on their weights after some steps.
+
+    Args:
+        every: After how many steps.
+        outer: Makes the optimizer that takes the mean of their changes as its gradient (DiLoCo); `None` if they
+            take the mean of their weights.
+    """
+
+    every: int
+    outer: OuterOptimizer | None = None
+
+    def start(self, replica: Syncing) -> Sync:
+        return _Averaging(replica, self)
+
+
+@final
+class _Averaging(Sync):
+    """Keeps the weights that all last agreed on; what is exchanged is how far each replica has come from them."""
+
+    def __init__(self, replica: Syncing, plan: AverageWeights) -> None:
+        super().__init__(replica)
+        self._plan = plan
+        self._agreed: dict[int, torch.Tensor] = {}
+        self._outer: torch.optim.Optimizer | None = None
+        self._num_examples = 0.0
+
+    @property
+    def weight(self) -> float:
+        """Each replica trains on its own rows; how many they are counts in the mean of the weights."""
+        return 1.0
+
+    def begin_pass(self, *, syncing: bool) -> None:
+        self._note_agreed()
+        super().begin_pass(syncing=syncing)
+
+    def end_step(self) -> bool:
+        replica = self._replica
+        self._num_examples += replica.num_examples if replica.updated else 0.0
+        if replica.syncs and replica.stepped:
+            self.agree()
+        else:
+            replica.copies.keep_own()
+        return False
+
+    def agree(self) -> None:
+        replica = self._replica
+        total = float(replica.collective.all_reduce(torch.tensor([self._num_examples], dtype=torch.float64)))
+        if total:
+            share = self._num_examples / total
+            self._agree(share)
+            replica.copies.settle(share, all_buffers=True)
+        else:
+            replica.copies.keep_own()
+        self._num_examples = 0.0
+
+    def _note_agreed(self) -> None:
+        """Keeps the weights of parameters that are new, before anything is updated: all have the same."""
+        named = dict(self._replica.copies.ledger.parameters())
+        if named.keys() == self._agreed.keys():
+            return
+        self._agreed = {name: self._agreed.get(name, parameter.detach().clone()) for name, parameter in named.items()}
+        self._outer = self._plan.outer(list(self._agreed.values())) if self._plan.outer is not None else None
+
+    @torch.no_grad()
+    def _agree(self, share: float) -> None:
+        named = dict(self._replica.copies.ledger.parameters())
+        for names in _chunks({name: each for name, each in named.items() if name in self._agreed}):
+            pairs = [(named[name], self._agreed[name]) for name in names]
+            # A replica without examples has not moved, and what it has may be no number at all.
+            moved = [own - agreed if share else torch.zeros_like(agreed) for own, agreed in pairs]
+            flat = torch.cat([each.reshape(-1) for each in moved])
+            mean = self._replica.collective.all_reduce(flat.mul_(share) if share else flat)
+            for (_, agreed), part in zip(pairs, torch.split(mean, [each.numel() for each in moved]), strict=True):
+                change = part.view(agreed.shape)
+                if self._outer is None:
+                    agreed.add_(change)
+                else:
+                    agreed.grad = change.neg()
+        if self._outer is not None:
+            self._outer.step()
+            self._outer.zero_grad()
+        for name, parameter in named.items():
+            if name in self._agreed:
+                parameter.copy_(self._agreed[name])
+
+
+def _chunks(parameters: dict[int, torch.Tensor]) -> Iterator[list[int]]:
+    """Names of parameters that are exchanged together: of one type, and not too much at a time."""
+    kinds = {(each.dtype, each.device) for each in parameters.values()}
+    for kind in sorted(kinds, key=str):
+        sizes = {name: each.nbytes for name, each in parameters.items() if (each.dtype, each.device) == kind}
+        ends = list(itertools.accumulate(sizes.values()))
+        for _, group in itertools.groupby(zip(sizes, ends, strict=True), key=lambda pair: pair[1] // _CHUNK_BYTES):
+            yield [name for name, _ in group]
