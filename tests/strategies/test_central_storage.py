@@ -10,6 +10,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.engine import context
+from stratagem.engine.recipe import Exchange
 from stratagem.strategies import central_storage
 from stratagem.variables.central_updates import CentralUpdate
 from tests.contracts.test_strategies import assert_equal_to_one_device, make_net, plain_step
@@ -80,7 +81,7 @@ def test_replicas_with_copies_of_their_own_equal_one_device(
     four_cpus: None, monkeypatch: pytest.MonkeyPatch, make: type[torch.optim.Optimizer]
 ) -> None:
     """The way that accelerators take."""
-    monkeypatch.setattr(central_storage, "choose_way", lambda *_: "to_one")
+    monkeypatch.setattr(central_storage, "choose_exchange", lambda *_: Exchange.TO_ONE)
     with sg.CentralStorageStrategy(["cpu:0", "cpu:1"]) as strategy:
         made = []
 

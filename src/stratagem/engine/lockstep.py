@@ -177,6 +177,7 @@ class LocalReplicas:
                 self._forget_results(answers)
                 self.forget_functions()
                 own.signals.reset()
+                self._num_alone = 0  # the next run gives all what replica 0 has
                 self._disconnect(own)
                 self.distribution.forget_state(own)
                 with self.with_workers():

@@ -194,16 +194,20 @@ class _Averaging(Sync):
 
     def _note_agreed(self) -> None:
         """Keeps the weights of parameters that are new, before anything is updated: all have the same."""
-        named = dict(self._replica.copies.ledger.parameters())
+        named = self._trained()
         if named.keys() == self._agreed.keys():
             return
         self._agreed = {name: self._agreed.get(name, parameter.detach().clone()) for name, parameter in named.items()}
         self._outer = self._plan.outer(list(self._agreed.values())) if self._plan.outer is not None else None
 
+    def _trained(self) -> dict[int, torch.Tensor]:
+        """The parameters of which there is a mean: counters, of which there is none, all replicas count alike."""
+        return {name: each for name, each in self._replica.copies.ledger.parameters() if each.is_floating_point()}
+
     @torch.no_grad()
     def _agree(self, share: float) -> None:
-        named = dict(self._replica.copies.ledger.parameters())
-        for names in _chunks({name: each for name, each in named.items() if name in self._agreed}):
+        named = {name: each for name, each in self._trained().items() if name in self._agreed}
+        for names in _chunks(named):
             pairs = [(named[name], self._agreed[name]) for name in names]
             # A replica without examples has not moved, and what it has may be no number at all.
             moved = [own - agreed if share else torch.zeros_like(agreed) for own, agreed in pairs]
@@ -219,8 +223,7 @@ class _Averaging(Sync):
             self._outer.step()
             self._outer.zero_grad()
         for name, parameter in named.items():
-            if name in self._agreed:
-                parameter.copy_(self._agreed[name])
+            parameter.copy_(self._agreed[name])
 
 
 def _chunks(parameters: dict[int, torch.Tensor]) -> Iterator[list[int]]:

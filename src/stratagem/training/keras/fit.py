@@ -47,6 +47,7 @@ def install() -> None:
     for name in _LOOPS:
         _wrap(TorchTrainer, name, functools.partial(_require_owner, name))
     _wrap(keras.callbacks.CallbackList, "__init__", _init_callbacks)
+    _wrap(keras.callbacks.CallbackList, "on_epoch_end", _end_epoch)
 
 
 @final
@@ -99,6 +100,8 @@ class _Steps:
     def _run(self, kind: str, batch: Any) -> Any:
         """Runs a step on all replicas, and keeps what it changed."""
         compiled = self._current()
+        if kind != "train":
+            self._strategy.synchronize()
         self._batch = keras.tree.map_structure(lambda each: each if each is None else torch.as_tensor(each), batch)
         # A program that is not in step with the others has nobody to evaluate or predict the rest of a batch.
         data = next(self._slices) if kind == "train" or self._strategy.is_in_step else self._batch
@@ -220,6 +223,14 @@ def _init_callbacks(
                 each._save_model = each.on_train_end = _do_nothing  # it restores in all of them
         add_progbar = False
     original(made, callbacks, add_history, add_progbar, model, **params)
+
+
+def _end_epoch(original: Callable[..., None], made: Any, *args: Any, **kwargs: Any) -> None:
+    """Callbacks that save or look at weights see those that all replicas agree on."""
+    strategy = _owners.get(made.model) if made.model is not None else None
+    if strategy is not None and _is_open(strategy):
+        strategy.synchronize()
+    original(made, *args, **kwargs)
 
 
 _WRITERS = (

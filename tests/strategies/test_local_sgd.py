@@ -1,0 +1,304 @@
+"""LocalSGDStrategy: what replicas that train alone come to, against the same done by hand with plain torch."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.errors import StratagemWarning, StrategyError
+
+pytestmark = pytest.mark.usefixtures("four_cpus")
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def outer_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def make_net(*, with_norm: bool = False) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if with_norm else nn.Tanh(), nn.Linear(8, 2))
+
+
+def make_batches(*sizes: int) -> Batches:
+    generator = torch.Generator().manual_seed(2)
+    return [(torch.randn(size, 4, generator=generator), torch.randn(size, 2, generator=generator)) for size in sizes]
+
+
+def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+class ByHand:
+    """The same training with plain torch: a model for each replica, and a mean by the rows that each has seen."""
+
+    def __init__(
+        self, num_replicas: int, make_optimizer: MakeOptimizer = sgd, outer: MakeOptimizer | None = None, **net: bool
+    ) -> None:
+        self.agreed = make_net(**net)
+        self.models = [copy.deepcopy(self.agreed) for _ in range(num_replicas)]
+        self._optimizers = [make_optimizer(each.parameters()) for each in self.models]
+        self._outer = outer(self.agreed.parameters()) if outer else None
+        self._rows = [0] * num_replicas
+
+    def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        for number, slices in enumerate(
+            zip(*(torch.tensor_split(each, len(self.models)) for each in batch), strict=True)
+        ):
+            if len(slices[0]):
+                make_step(self.models[number], self._optimizers[number])(*slices)
+                self._rows[number] += len(slices[0])
+
+    @torch.no_grad()
+    def agree(self) -> None:
+        shares = [rows / sum(self._rows) for rows in self._rows]
+        pairs = zip(
+            self.agreed.parameters(), zip(*(each.parameters() for each in self.models), strict=True), strict=True
+        )
+        for agreed, owns in pairs:
+            change = sum(share * (own - agreed) for share, own in zip(shares, owns, strict=True))
+            if self._outer is None:
+                agreed.add_(change)
+            else:
+                agreed.grad = -change
+        if self._outer is not None:
+            self._outer.step()
+        buffers = dict(self.agreed.named_buffers())
+        for name, agreed in buffers.items():
+            owns = [dict(each.named_buffers())[name] for each in self.models]
+            mean = sum(share * own.double() for share, own in zip(shares, owns, strict=True))
+            agreed.copy_(mean if agreed.is_floating_point() else owns[0])
+        for model in self.models:
+            model.load_state_dict(self.agreed.state_dict())
+        self._rows = [0] * len(self.models)
+
+
+@pytest.fixture
+def opened(fork_server: None) -> Iterator[Callable[..., sg.LocalSGDStrategy]]:
+    made: list[sg.LocalSGDStrategy] = []
+
+    def make(sync_every: int, num_replicas: int = 2, **options: Any) -> sg.LocalSGDStrategy:
+        devices = [f"cpu:{number}" for number in range(num_replicas)]
+        made.append(sg.LocalSGDStrategy(sync_every, devices=devices, **options))
+        return made[-1]
+
+    yield make
+    for strategy in made:
+        strategy.close()
+
+
+def build(strategy: sg.Strategy, make_optimizer: MakeOptimizer = sgd, **net: bool) -> tuple[Any, Any]:
+    with strategy.scope():
+        model = make_net(**net)
+        optimizer = make_optimizer(model.parameters())
+    return model, make_step(model, optimizer)
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+    for ours, theirs in zip(model.buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6)
+
+
+# Sizes of batches with uneven slices, and one that leaves a replica of three without rows.
+UNEVEN = make_batches(8, 7, 9, 2, 5, 8, 7)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "outer", "make_optimizer"),
+    [(2, None, sgd), (3, outer_sgd, sgd), (2, outer_sgd, lambda params: torch.optim.Adam(params, lr=0.01))],
+    ids=["mean of 2", "outer optimizer of 3", "Adam inside"],
+)
+def test_replicas_come_to_what_training_by_hand_comes_to(
+    opened: Any, num_replicas: int, outer: MakeOptimizer | None, make_optimizer: MakeOptimizer
+) -> None:
+    strategy = opened(3, num_replicas, outer_optimizer=outer)
+    model, step = build(strategy, make_optimizer)
+    by_hand = ByHand(num_replicas, make_optimizer, outer)
+    for number, (batch, plain) in enumerate(zip(strategy.distribute(UNEVEN), UNEVEN, strict=True), start=1):
+        strategy.run(step, args=batch)
+        by_hand.step(plain)
+        if number % 3 == 0:
+            by_hand.agree()
+            assert_same(model, by_hand.agreed)
+    assert_same(model, by_hand.models[0])  # between synchronisations the main program sees replica 0
+    strategy.synchronize()
+    by_hand.agree()
+    assert_same(model, by_hand.agreed)
+    strategy.synchronize()  # nothing to do
+    assert_same(model, by_hand.agreed)
+
+
+def test_buffers_are_averaged_by_rows_when_weights_are(opened: Any) -> None:
+    strategy = opened(2)
+    model, step = build(strategy, with_norm=True)
+    by_hand, batches = ByHand(2, with_norm=True), make_batches(8, 7, 9, 5)
+    for number, (batch, plain) in enumerate(zip(strategy.distribute(batches), batches, strict=True), start=1):
+        strategy.run(step, args=batch)
+        by_hand.step(plain)
+        if number % 2 == 0:
+            by_hand.agree()
+    assert_same(model, by_hand.agreed)
+
+
+def weight_sums(model: nn.Module) -> Callable[[], torch.Tensor]:
+    return lambda: sum(each.detach().sum() for each in model.parameters())
+
+
+def test_runs_that_do_not_update_are_no_steps_and_see_the_weights_of_their_replica(opened: Any) -> None:
+    strategy = opened(2)
+    model, step = build(strategy)
+    (first, second) = strategy.distribute(make_batches(8, 8))
+    strategy.run(step, args=first)
+    one, other = strategy.local_results(strategy.run(weight_sums(model)))
+    assert one != other
+    strategy.run(step, args=second)
+    one, other = strategy.local_results(strategy.run(weight_sums(model)))
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda strategy, model: model.state_dict(),
+        lambda strategy, model: model(torch.ones(1, 4)),
+        lambda strategy, model: strategy.synchronize(),
+    ],
+    ids=["state_dict", "call", "synchronize"],
+)
+def test_reading_the_model_brings_replicas_together(opened: Any, read: Callable[..., Any]) -> None:
+    strategy = opened(100)
+    model, step = build(strategy)
+    by_hand = ByHand(2)
+    (batch,) = strategy.distribute(UNEVEN[:1])
+    strategy.run(step, args=batch)
+    by_hand.step(UNEVEN[0])
+    by_hand.agree()
+    read(strategy, model)
+    assert_same(model, by_hand.agreed)
+    one, other = strategy.local_results(strategy.run(weight_sums(model)))
+    assert one == other
+
+
+def test_close_leaves_the_weights_of_all(opened: Any) -> None:
+    strategy = opened(100)
+    model, step = build(strategy)
+    by_hand = ByHand(2)
+    (batch,) = strategy.distribute(UNEVEN[1:2])
+    strategy.run(step, args=batch)
+    by_hand.step(UNEVEN[1])
+    by_hand.agree()
+    strategy.close()
+    assert_same(model, by_hand.agreed)
+
+
+def test_what_the_main_program_writes_replaces_weights_everywhere(opened: Any) -> None:
+    strategy = opened(100)
+    model, step = build(strategy)
+    (batch,) = strategy.distribute(make_batches(8))
+    strategy.run(step, args=batch)
+    model.load_state_dict({name: torch.ones_like(each) for name, each in model.state_dict().items()})
+    number = sum(each.numel() for each in model.parameters())
+    assert strategy.local_results(strategy.run(weight_sums(model))) == (number, number)
+
+
+def test_failed_run_lets_all_go_on_from_replica_0(opened: Any) -> None:
+    strategy = opened(100)
+    model, step = build(strategy)
+    (batch,) = strategy.distribute(make_batches(8))
+    strategy.run(step, args=batch)
+
+    def fail() -> None:
+        if sg.get_replica_context().replica_id_in_sync_group == 1:
+            raise ValueError("no luck")
+
+    with pytest.raises(ValueError, match="no luck"):
+        strategy.run(fail)
+    one, other = strategy.local_results(strategy.run(weight_sums(model)))
+    assert one == other == weight_sums(model)()
+
+
+def test_replica_with_bad_gradients_skips_its_step_alone(opened: Any) -> None:
+    strategy = opened(2)
+    model, step = build(strategy)
+    by_hand = ByHand(2)
+    inputs, targets = make_batches(8)[0]
+    bad = inputs.clone()
+    bad[-1] = torch.nan
+    with pytest.warns(StratagemWarning, match="replica 1"):
+        strategy.run(step, args=next(iter(strategy.distribute([(bad, targets)]))))
+    make_step(by_hand.models[0], by_hand._optimizers[0])(inputs[:4], targets[:4])
+    by_hand._rows[0] = 4
+    (batch,) = strategy.distribute(UNEVEN[:1])
+    strategy.run(step, args=batch)
+    by_hand.step(UNEVEN[0])
+    by_hand.agree()
+    assert_same(model, by_hand.agreed)
+
+
+def test_keras_fit_trains_and_epochs_end_in_agreement(opened: Any) -> None:
+    strategy = opened(3)
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+        model.compile(loss="mse", optimizer=keras.optimizers.SGD(0.1))
+    inputs = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
+    targets = inputs.sum(axis=1, keepdims=True)
+    seen: list[tuple[Any, ...]] = []
+
+    class Look(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            tensors = [each.value for each in model.trainable_variables]
+            seen.append(strategy.local_results(strategy.run(lambda: sum(each.detach().sum() for each in tensors))))
+
+    history = model.fit(inputs, targets, batch_size=8, epochs=4, verbose=0, callbacks=[Look()])
+    assert history.history["loss"][-1] < 0.5 * history.history["loss"][0]
+    assert all(one == other for one, other in seen)
+    assert len(seen) == 4
+
+
+def test_one_replica_is_plain_training(opened: Any) -> None:
+    strategy = opened(2, 1)
+    model, step = build(strategy)
+    plain = make_net()
+    plain_step = make_step(plain, sgd(plain.parameters()))
+    for batch, own in zip(strategy.distribute(UNEVEN), UNEVEN, strict=True):
+        strategy.run(step, args=batch)
+        plain_step(*own)
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sync_every": 0}, "from 1 up, got 0"),
+        ({"sync_every": 2.5}, "from 1 up, got 2.5"),
+        ({"sync_every": True}, "from 1 up, got True"),
+        ({"outer_optimizer": "sgd"}, "makes an optimizer of parameters, got 'sgd'"),
+        ({"on_nonfinite": "ignore"}, "got 'ignore'"),
+        ({"stall_timeout_s": -1}, "above 0, got -1"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        sg.LocalSGDStrategy(**options)
