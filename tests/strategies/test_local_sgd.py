@@ -113,11 +113,12 @@ def build(strategy: sg.Strategy, make_optimizer: MakeOptimizer = sgd, **net: boo
     return model, make_step(model, optimizer)
 
 
-def assert_same(model: nn.Module, other: nn.Module) -> None:
-    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
-    for ours, theirs in zip(model.buffers(), other.buffers(), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6)
+def assert_same(model: nn.Module, other: nn.Module, *, tolerance: float = 2e-6) -> None:
+    ours = [*model.named_parameters(), *model.named_buffers()]
+    for (name, own), theirs in zip(ours, [*other.parameters(), *other.buffers()], strict=True):
+        torch.testing.assert_close(
+            own, theirs, atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 # Sizes of batches with uneven slices, and one that leaves a replica of three without rows.
@@ -158,7 +159,7 @@ def test_buffers_are_averaged_by_rows_when_weights_are(opened: Any) -> None:
         by_hand.step(plain)
         if number % 2 == 0:
             by_hand.agree()
-    assert_same(model, by_hand.agreed)
+    assert_same(model, by_hand.agreed, tolerance=2e-5)  # a norm over few rows magnifies rounding
 
 
 def weight_sums(model: nn.Module) -> Callable[[], torch.Tensor]:
