@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import socket
 import threading
 import time
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 from stratagem.cluster import token as tokens
+from stratagem.cluster.io_thread import log
 from stratagem.errors import (
     AddressInUseError,
+    ClusterError,
     ClusterJoinError,
     ClusterSpecError,
     ClusterTimeoutError,
@@ -30,6 +33,8 @@ from stratagem.parameters.network.frames import Kind
 from stratagem.parameters.network.serving import ParameterServer
 from stratagem.parameters.network.states import StateOfAll, described
 from stratagem.parameters.partitioning import make_plan
+from tests.cluster.tasks import free_ports
+from tests.parameters.network.attacker import Attacker
 from tests.parameters.network.cluster import PATIENCE_S, Cluster, Trainer, same
 
 NewCluster = Callable[..., Cluster]
@@ -321,6 +326,59 @@ def test_servers_may_come_one_long_after_the_other(token_file: Path) -> None:
         stack.callback(late.join, PATIENCE_S)
         trainer = cluster.trainer(0, **hasty)
         assert [each.version for each in trainer.step(1)] == [1, 1]
+
+
+class _Stopped(logging.Handler):
+    """Holds the thread that logs something, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_here, self.may_go = threading.Event(), threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.is_here.set()
+        assert self.may_go.wait(PATIENCE_S)
+
+
+def test_close_waits_for_the_thread_that_serves(token_file: Path) -> None:
+    """The serving thread is in the middle of its round, held by a handler of logs, when another closes the server."""
+    spec = {"worker": ["127.0.0.1:1"], "ps": [f"127.0.0.1:{free_ports(1)[0]}"]}
+    failures: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            server.serve()
+        except BaseException as error:  # noqa: BLE001  # the test shows it
+            failures.append(error)
+
+    stopped = _Stopped()
+    with ParameterServer(spec, 0) as server, Attacker(spec) as stranger:
+        serving, closing = threading.Thread(target=serve), threading.Thread(target=server.close)
+        log.addHandler(stopped)
+        try:
+            serving.start()
+            stranger.send(b"what no client says")  # is refused, and logged
+            assert stopped.is_here.wait(PATIENCE_S)
+            closing.start()
+            closing.join(0.5)
+            has_waited = closing.is_alive()
+        finally:
+            stopped.may_go.set()
+            log.removeHandler(stopped)
+            serving.join(PATIENCE_S)
+            closing.join(PATIENCE_S)
+    assert not failures
+    assert has_waited
+    assert not serving.is_alive()
+    assert not closing.is_alive()
+
+
+def test_server_that_was_closed_serves_no_more(token_file: Path) -> None:
+    server = ParameterServer({"worker": ["127.0.0.1:1"], "ps": [f"127.0.0.1:{free_ports(1)[0]}"]}, 0).start()
+    server.close()
+    server.serve()  # as by a thread that begins late
+    with pytest.raises(ClusterError, match="ps/0 was closed; make a new ParameterServer"):
+        server.start()
 
 
 def test_server_that_has_a_table_alone_tells_its_version_too(new_cluster: NewCluster) -> None:
