@@ -249,6 +249,19 @@ def test_run_over_a_task_that_is_lost_names_it(token_file: Path, number: signal.
                 session.run(three, {x: [1.0, 2.0]})
 
 
+@pytest.mark.parametrize("own_server", [False, True])
+def test_program_that_was_suspended_goes_on(cluster: tuple[list[TaskProcess], list[str]], *, own_server: bool) -> None:
+    """As by Ctrl-Z and `fg`: nobody was silent, this program did not listen."""
+    with contextlib.closing(TaskProcess(program="tests.cluster.session_program")) as program:
+        assert program.ask(f"begin({('' if own_server else cluster[1][0])!r})") == "begun"
+        assert program.ask("run()") == [2.0, 4.0]
+        program.signal(signal.SIGSTOP)
+        time.sleep(3.0)  # the fault itself: longer than a task may be silent
+        program.signal(signal.SIGCONT)
+        program.send("__import__('time').sleep(1.5) or run()")  # what is lost is noticed meanwhile
+        assert program.value() == [2.0, 4.0]
+
+
 def wait_until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not holds() and time.monotonic() < deadline:
