@@ -138,7 +138,7 @@ class ParameterServer:
         for each in (router, self._bell.descriptor, self._door.socket):
             poller.register(each, zmq.POLLIN)
         heartbeat_s = self._rhythm[0]
-        last = next_beat = time.monotonic()
+        next_look = next_beat = time.monotonic()
         while not (self._told.is_set() or self._is_done()):
             waiting = any(session.has_frames for session in self._sessions.values())
             poller.poll(_STUCK_MS if waiting else int(250 * heartbeat_s))
@@ -156,9 +156,9 @@ class ParameterServer:
                 for session in list(self._sessions.values()):
                     if not session.has_frames:  # which are a sign of life, too
                         self._answer(session, Kind.BEAT, {}, 0, ())
-            if now - last >= heartbeat_s / 4:
-                self._look(now - last)
-                last = now
+            if now >= next_look:
+                next_look = now + heartbeat_s / 4
+                self._look()
 
     def stop(self) -> None:
         """Has `serve` return; may be called in any thread, and in a signal handler."""
@@ -344,9 +344,9 @@ class ParameterServer:
                     break
                 session.sent()
 
-    def _look(self, elapsed_s: float) -> None:
+    def _look(self) -> None:
         for session in list(self._sessions.values()):
-            if session.pulse.is_lost(elapsed_s):
+            if session.pulse.is_lost():
                 self._drop(session, "it gave no sign of life")
             elif session.owes_s > self._slow_reader_s:
                 self._drop(session, f"it has not sent what it announced within {self._slow_reader_s:g} s")
