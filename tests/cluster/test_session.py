@@ -36,6 +36,7 @@ from stratagem.placement.remote_operations import NAMES
 from stratagem.placement.session_places import Place
 from stratagem.placement.session_plan import make_plan
 from tests.cluster.tasks import TaskProcess, started, workers
+from tests.travelling import TRAVELLING
 
 HERE = Place("worker", 0, "CPU", 0)
 OPENING = {"soft": None, "growth": None, "fraction": None}
@@ -177,6 +178,33 @@ def test_types_and_large_tensors_travel_whole(server: sg.Server) -> None:
     with sg.Session(server.target, graph) as session:
         for found, value in zip(session.run(outputs, dict(zip(inputs, values, strict=True))), values, strict=True):
             assert torch.equal(found, value)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", TRAVELLING, ids=str)
+def test_values_of_every_type_are_fed_kept_and_fetched(server: sg.Server, dtype: torch.dtype) -> None:
+    value, wide = torch.arange(6).to(dtype), torch.complex128 if dtype.is_complex else torch.float64
+    with sg.Graph() as graph:
+        x = sg.placeholder(dtype, [6])
+        kept = sg.get_variable("kept", initializer=value.clone(), trainable=False)
+        fetches = [x.clone(), x.to(wide), kept, sg.constant(value)]
+    with sg.Session(server.target, graph) as session:
+        expected = [value, value.to(wide), value, value]
+        for found, wanted in zip(session.run(fetches, {x: value}), expected, strict=True):
+            assert found.dtype == wanted.dtype
+            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_type_that_cannot_travel_is_refused_with_those_that_can(server: sg.Server) -> None:
+    with sg.Graph() as graph:
+        x = sg.placeholder(torch.bits8, [2])
+        y = x.clone()
+    value = torch.zeros(2, dtype=torch.uint8).view(torch.bits8)
+    with (
+        sg.Session(server.target, graph) as session,
+        pytest.raises(SessionError, match=r"type bits8 cannot travel to another task; types that can: bool, uint8, .*"),
+    ):
+        session.run(y, {x: value})
 
 
 def test_error_of_an_operation_names_it_and_its_task(server: sg.Server) -> None:

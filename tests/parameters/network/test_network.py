@@ -36,6 +36,7 @@ from stratagem.parameters.partitioning import make_plan
 from tests.cluster.tasks import free_ports
 from tests.parameters.network.attacker import Attacker
 from tests.parameters.network.cluster import PATIENCE_S, Cluster, Trainer, same
+from tests.travelling import TRAVELLING
 
 NewCluster = Callable[..., Cluster]
 
@@ -378,6 +379,43 @@ def test_server_that_was_closed_serves_no_more(token_file: Path) -> None:
     server.serve()  # as by a thread that begins late
     with pytest.raises(ClusterError, match="ps/0 was closed; make a new ParameterServer"):
         server.start()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_servers_keep_variables_of_every_type(new_cluster: NewCluster, *, shares_memory: bool) -> None:
+    values = {str(dtype): torch.arange(6).to(dtype) for dtype in TRAVELLING}
+    plan = make_plan([Variable(name, (6,), each.dtype, trained=False) for name, each in values.items()], 2)
+    client = new_cluster(num_ps=2).worker(0, shares_memory=shares_memory)
+    client.define(plan, [OptimizerSpec("SGD", (((), {"lr": 1.0}),))], values)
+    new = {name: each.flip(0).contiguous() for name, each in values.items()}
+    client.wait(client.push({}, assigned=new))
+    found = {name: torch.empty_like(each) for name, each in values.items()}
+    client.wait(client.pull(found))
+    saved = client.state().values
+    for name, each in new.items():
+        assert torch.equal(found[name].view(torch.uint8), each.view(torch.uint8))
+        assert saved[name].dtype == each.dtype
+        assert torch.equal(saved[name].view(torch.uint8), each.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.int64, torch.bool, torch.float8_e5m2], ids=str)
+def test_gradient_for_a_variable_that_no_optimizer_can_update_is_refused(
+    new_cluster: NewCluster, dtype: torch.dtype
+) -> None:
+    client = new_cluster().worker(0)
+    plan = make_plan([Variable("a", (3,), torch.float32), Variable("n", (3,), dtype)], 1)
+    values = {"a": torch.zeros(3), "n": torch.ones(3).to(dtype)}
+    client.define(plan, [OptimizerSpec("SGD", ((("a", "n"), {"lr": 1.0}),))], values)
+    with pytest.raises(ParameterError, match=f"'n' is {str(dtype).removeprefix('torch.')}, which no optimizer updates"):
+        client.wait(client.push({"n": values["n"]}))
+    assert [each.version for each in client.wait(client.push({"a": torch.ones(3)}))] == [1]  # it is whole
+
+
+def test_variable_of_a_type_that_cannot_travel_is_refused(new_cluster: NewCluster) -> None:
+    plan = make_plan([Variable("q", (3,), torch.bits8, trained=False)], 1)
+    with pytest.raises(ParameterError, match=r"'q': a tensor of type bits8 cannot travel .*; types that can: bool,"):
+        new_cluster().worker(0).define(plan, [OptimizerSpec("SGD", (((), {"lr": 1.0}),))], {})
 
 
 def test_server_that_has_a_table_alone_tells_its_version_too(new_cluster: NewCluster) -> None:
