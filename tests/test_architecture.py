@@ -11,7 +11,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # A folder may import from itself and from those before it.
 LAYERS = "devices placement cluster replicas collectives parameters inputs strategies training tools cli".split()
-BASE = {"errors", "_env", "_caller", "_clock", "_integrations"}
+BASE = {"errors", "_env", "_caller", "_clock", "_dtypes", "_integrations"}
 # The public face: may show anything, and nothing inside may look back at it.
 FACE = {"__init__", "__main__", "config", "estimator"}
 

@@ -12,11 +12,12 @@ from typing import Any, Final, NoReturn, final
 
 import torch
 
+from stratagem._dtypes import DTYPES, name_of
 from stratagem.devices.spec import DeviceSpec
 from stratagem.errors import ProtocolError, SessionError
 from stratagem.placement import remote_operations
 from stratagem.placement.graph_nodes import Kind, Node, Output, Size
-from stratagem.placement.remote_tensors import DTYPES, PartSizes, empty_of, header_of, refuse, require
+from stratagem.placement.remote_tensors import PartSizes, empty_of, header_of, refuse, require
 from stratagem.placement.session_places import Place
 from stratagem.placement.session_plan import Part, frees_of
 
@@ -145,8 +146,8 @@ def _encode(value: Any, refer_to: Any) -> Any:
             return value
         case list() | tuple():
             return [_encode(each, refer_to) for each in value]
-        case torch.dtype() if str(value).removeprefix("torch.") in DTYPES:
-            return {"dtype": str(value).removeprefix("torch.")}
+        case torch.dtype() if name_of(value) in DTYPES:
+            return {"dtype": name_of(value)}
         case torch.memory_format():
             return {"format": str(value).removeprefix("torch.")}
         case torch.device():
