@@ -84,3 +84,29 @@ def test_warnings_are_errors_here(inner: pytest.Pytester) -> None:
     careless = inner.makepyfile("import warnings\ndef test_warns():\n    warnings.warn('careless')")
     result = inner.runpytest_subprocess("-c", str(ROOT / "pyproject.toml"), "--rootdir", ".", str(careless), timeout=55)
     result.assert_outcomes(failed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_report_counts_the_time_of_processes_that_a_test_starts(inner: pytest.Pytester, workers: str) -> None:
+    inner.makeconftest(
+        "from tests.timing import Timing\ndef pytest_configure(config):\n    config.pluginmanager.register(Timing())"
+    )
+    burn = "import time\nwhile time.process_time() < 0.4: pass"
+    inner.makepyfile(
+        f"""
+import subprocess, sys
+running = None
+def test_ended():
+    subprocess.run([sys.executable, "-c", {burn!r}], check=True)
+def test_running():
+    global running
+    command = [sys.executable, "-c", {burn + chr(10) + "print(flush=True); input()"!r}]
+    running = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    running.stdout.readline()
+"""
+    )
+    result = inner.runpytest_subprocess("-n", workers, timeout=55)
+    result.assert_outcomes(passed=2)
+    (line,) = [line for line in result.outlines if line.endswith(".py") and "::" not in line]
+    assert float(line.split()[0]) >= 0.8
