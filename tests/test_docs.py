@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import stratagem
+from tests.cluster import nursery
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -26,8 +27,14 @@ def blocks(text: str, language: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", blocks(README, "python"))
-def test_code_in_the_readme_runs(code: str, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=50, cwd=tmp_path)
+def test_code_in_the_readme_runs(
+    code: str, tmp_path: Path, forked_tasks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "program.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    assert nursery.current is not None
+    done = nursery.current.run(tmp_path / "program.py", timeout_s=50, warnings_are_errors=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.slow

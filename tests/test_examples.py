@@ -9,17 +9,24 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import nursery
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.usefixtures("forked_tasks")]
 
 
-def run_example(name: str, *options: str) -> str:
+def run_example(name: str, *options: str, **environment: str) -> str:
     """What an example prints; it must succeed and complain about nothing."""
-    command = [sys.executable, str(EXAMPLES / name), *options]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=170, check=False, env={**os.environ, "COLUMNS": "100"}
-    )
+    environment["COLUMNS"] = "100"
+    if "keras" in name:  # a Python of its own, so that no other program has Keras unasked
+        command = [sys.executable, str(EXAMPLES / name), *options]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=170, check=False, env={**os.environ, **environment}
+        )
+    else:
+        assert nursery.current is not None
+        done = nursery.current.run(EXAMPLES / name, options, environment, timeout_s=170)
     assert done.returncode == 0, done.stderr
     # On its first day in a fresh home matplotlib says that it lists the fonts.
     assert [line for line in done.stderr.splitlines() if not line.startswith("Matplotlib is building")] == []
@@ -33,7 +40,7 @@ def epochs_of(text: str) -> tuple[list[float], list[float]]:
 
 
 @pytest.fixture(scope="module")
-def baseline() -> tuple[list[float], list[float]]:
+def baseline(forked_tasks: None) -> tuple[list[float], list[float]]:
     """What the plain torch program prints: the losses and accuracies that all others must come to."""
     return epochs_of(run_example("custom_loop_baseline.py"))
 
@@ -84,6 +91,7 @@ def test_notebook_has_the_losses_of_the_baseline(tmp_path: Path, baseline: tuple
     assert f"restored {accuracies[-1]}%; learning rates (0.0001, 0.0001)" in outputs
 
 
+@pytest.mark.soak  # it is the program above, in cells
 def test_notebook_of_the_baseline_has_its_losses(tmp_path: Path, baseline: tuple[list[float], list[float]]) -> None:
     outputs = outputs_of(execute_notebook("custom_loop_baseline.ipynb", tmp_path))
     assert epochs_of(outputs)[0] == pytest.approx(baseline[0], abs=2e-4)
@@ -102,7 +110,7 @@ def examples_tested_by(text: str) -> list[tuple[int, float, float]]:
 
 
 @pytest.fixture(scope="module")
-def estimator_baseline() -> list[tuple[int, float, float]]:
+def estimator_baseline(forked_tasks: None) -> list[tuple[int, float, float]]:
     """What the Estimator on one device comes to in four epochs."""
     return examples_tested_by(run_example("estimator_baseline.py", "--epochs", "4"))
 
@@ -115,7 +123,7 @@ def test_estimator_has_the_loss_of_the_baseline(estimator_baseline: list[tuple[i
     assert accuracy > 90
 
 
-@pytest.mark.parametrize("kind", ["baseline", "distributed"])
+@pytest.mark.parametrize("kind", [pytest.param("baseline", marks=pytest.mark.soak), "distributed"])
 def test_estimator_notebook_has_the_losses_that_it_shows(
     tmp_path: Path, kind: str, estimator_baseline: list[tuple[int, float, float]]
 ) -> None:
@@ -142,7 +150,7 @@ def test_keras_has_the_losses_of_the_baseline(command: tuple[str, ...]) -> None:
     assert accuracies == pytest.approx(expected[1][:3], abs=0.6)
 
 
-@pytest.mark.parametrize("kind", ["baseline", "distributed"])
+@pytest.mark.parametrize("kind", [pytest.param("baseline", marks=pytest.mark.soak), "distributed"])
 def test_keras_notebook_has_the_losses_that_it_shows(tmp_path: Path, kind: str) -> None:
     outputs = outputs_of(execute_notebook(f"keras_{kind}.ipynb", tmp_path))
     losses, accuracies = epochs_of(outputs)

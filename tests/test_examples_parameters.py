@@ -6,7 +6,7 @@ import pytest
 
 from tests.test_examples import epochs_of, run_example
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.usefixtures("forked_tasks")]
 
 
 def test_local_training_survives_a_killed_worker_and_learns() -> None:

@@ -19,12 +19,12 @@ PATIENCE_S = 40.0
 
 
 class TaskProcess:
-    """One process that runs `task_program` or another like it, here or on another machine."""
+    """One process that runs `task_program` or another like it, here or on a machine of `tests.cluster.machines`."""
 
     def __init__(self, prefix: Sequence[str] = (), program: str = "tests.cluster.task_program") -> None:
-        self.process: subprocess.Popen[bytes] | nursery.Forked
-        if nursery.current is not None and not prefix:
-            self.process = nursery.current.start(program)
+        self.process: subprocess.Popen[bytes] | nursery.Task
+        if nursery.current is not None:
+            self.process = nursery.current.start(program, namespace=prefix[-1] if prefix else None)
         else:
             command = [*prefix, sys.executable, "-m", program]
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=nursery.ROOT)

@@ -55,7 +55,7 @@ def known_token(no_starter: None, token_file: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture(scope="module")
-def cluster(token_file: Path) -> Iterator[tuple[list[TaskProcess], list[str]]]:
+def cluster(token_file: Path, forked_tasks: None) -> Iterator[tuple[list[TaskProcess], list[str]]]:
     """Two tasks in processes of their own, and their targets."""
     spec = workers(2)
     with pytest.MonkeyPatch.context() as patch:
