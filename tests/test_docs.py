@@ -27,13 +27,8 @@ def blocks(text: str, language: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", blocks(README, "python"))
-def test_code_in_the_readme_runs(
-    code: str, tmp_path: Path, forked_tasks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "program.py").write_text(code)
-    monkeypatch.chdir(tmp_path)
-    assert nursery.current is not None
-    done = nursery.current.run(tmp_path / "program.py", timeout_s=50, warnings_are_errors=True)
+def test_code_in_the_readme_runs(code: str, tmp_path: Path, forked_tasks: None) -> None:
+    done = nursery.run(["-W", "error", "-c", code], 50, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 

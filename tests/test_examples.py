@@ -18,15 +18,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.usefixture
 
 def run_example(name: str, *options: str, **environment: str) -> str:
     """What an example prints; it must succeed and complain about nothing."""
-    environment["COLUMNS"] = "100"
+    command = [str(EXAMPLES / name), *options]
+    environment = {**os.environ, **environment, "COLUMNS": "100"}
     if "keras" in name:  # a Python of its own, so that no other program has Keras unasked
-        command = [sys.executable, str(EXAMPLES / name), *options]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=170, check=False, env={**os.environ, **environment}
-        )
+        command = [sys.executable, *command]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False, env=environment)
     else:
-        assert nursery.current is not None
-        done = nursery.current.run(EXAMPLES / name, options, environment, timeout_s=170)
+        done = nursery.run(command, 170, environment)
     assert done.returncode == 0, done.stderr
     # On its first day in a fresh home matplotlib says that it lists the fonts.
     assert [line for line in done.stderr.splitlines() if not line.startswith("Matplotlib is building")] == []

@@ -8,6 +8,7 @@ is forked too, before the program begins.
 import contextlib
 import ctypes
 import importlib
+import inspect
 import json
 import os
 import runpy
@@ -15,12 +16,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
+import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _MOST_BYTES = 2**18
@@ -41,98 +42,67 @@ class Nursery:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT)
         assert self._socket.recv(1), "the nursery could not start"
 
-    def start(self, module: str, namespace: str | None = None) -> "Task":
-        """Runs a module as a program that is told what to do, on a machine that is a network namespace."""
-        stdin, to_stdin = os.pipe()
-        from_stdout, stdout = os.pipe()
-        try:
-            pid = self._fork({"module": module, "namespace": namespace}, [stdin, stdout, 2])
-        finally:
-            os.close(stdin)
-            os.close(stdout)
-        return Task(pid, os.fdopen(to_stdin, "wb"), os.fdopen(from_stdout, "rb"))
-
-    def run(
-        self,
-        program: Path,
-        arguments: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        *,
-        timeout_s: float,
-        warnings_are_errors: bool = False,
-    ) -> "subprocess.CompletedProcess[str]":
-        """Runs a program to its end, as `subprocess.run` does with its output captured."""
-        request = {
-            "path": str(program),
-            "arguments": list(arguments),
-            "warnings_are_errors": warnings_are_errors,
-            "environment": {**os.environ, **(environment or {})},
-        }
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as nothing:
-            child = Forked(self._fork(request, [nothing.fileno(), out.fileno(), err.fileno()]))
-            try:
-                code = child.wait(timeout_s)
-            finally:
-                child.kill()
-            for each in (out, err):
-                each.seek(0)
-            return subprocess.CompletedProcess(program, code, out.read().decode(), err.read().decode())
+    def fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
+        """The process that does what is requested, with these as its standard input, output and errors."""
+        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+        return int(self._socket.recv(32))
 
     def close(self) -> None:
         self._socket.close()
         self._process.wait(20)
 
-    def _fork(self, request: dict[str, Any], descriptors: list[int]) -> int:
-        request = {"environment": dict(os.environ), "folder": os.getcwd(), **request}
-        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-        return int(self._socket.recv(32))
+
+class Program(subprocess.Popen[Any]):
+    """`subprocess.Popen` of Python with these arguments, but forked: `[-W error] (-m MODULE | -c CODE | FILE) ...`.
+
+    Args:
+        arguments: Those of Python.
+        namespace: The network namespace to run in.
+        options: Pipes, `env`, `cwd`, `text` and `start_new_session` of `Popen`.
+    """
+
+    def __init__(self, arguments: Sequence[str], namespace: str | None = None, **options: Any) -> None:
+        self._namespace = namespace
+        super().__init__(arguments, **options)
+
+    def _execute_child(self, *given: Any) -> None:
+        named = inspect.signature(super()._execute_child).bind(*given).arguments
+        request = {
+            "arguments": [str(each) for each in named["args"]],
+            "environment": dict(os.environ if named["env"] is None else named["env"]),
+            "folder": str(named["cwd"] or os.getcwd()),
+            "is_session": named["start_new_session"],
+            "namespace": self._namespace,
+        }
+        ends = [named[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        assert current is not None, "the fixture forked_tasks is missing"
+        self.pid = current.fork(request, [number if end == -1 else end for number, end in enumerate(ends)])
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(named[name] for name in pipes))
 
 
-class Forked:
-    """A process that was started so, with what tests use of `subprocess.Popen`."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            if ended:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float = 60.0) -> int:
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            time.sleep(_LOOK_S)
-        return code
-
-    def send_signal(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-class Task(Forked):
-    """One that is told what to do."""
-
-    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
-        super().__init__(pid)
-        self.stdin, self.stdout = stdin, stdout
+def run(
+    arguments: Sequence[str | Path], timeout_s: float, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """`subprocess.run` of a program, with what it prints."""
+    pipe = subprocess.PIPE
+    with Program(list(map(str, arguments)), stdout=pipe, stderr=pipe, text=True, env=env, cwd=cwd) as program:
+        try:
+            out, err = program.communicate(timeout=timeout_s)
+        except BaseException:
+            program.kill()
+            raise
+    return subprocess.CompletedProcess(program.args, program.returncode, out, err)
 
 
 @contextlib.contextmanager
-def opened() -> Iterator["Nursery"]:
-    """Inside the block tasks are forked."""
+def opened() -> Iterator[None]:
+    """Inside the block programs can be forked."""
     global current  # noqa: PLW0603
     current = Nursery()
     try:
-        yield current
+        yield
     finally:
         current.close()
         current = None
@@ -182,21 +152,32 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(request["environment"])
-    if namespace := request.get("namespace"):
+    os.chdir(request["folder"])
+    if request["is_session"]:
+        os.setsid()
+    if namespace := request["namespace"]:
         _enter(namespace)
     _ServerToBe.prepare()
-    if module := request.get("module"):
-        sys.argv = [module]
-        sys.modules.pop(module, None)
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-        return
-    os.chdir(request["folder"])
-    if request["warnings_are_errors"]:
-        warnings.simplefilter("error")
-    path = request["path"]
-    sys.argv = [path, *request["arguments"]]
-    sys.path[0] = str(Path(path).parent)
-    runpy.run_path(path, run_name="__main__")
+    _run(*request["arguments"])
+
+
+def _run(first: str, *rest: str) -> None:
+    """What Python does with its arguments."""
+    if first == "-W":
+        warnings.simplefilter(rest[0])  # type: ignore[arg-type]
+        return _run(*rest[1:])
+    if first == "-m":
+        sys.argv = list(rest)
+        sys.modules.pop(rest[0], None)
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))  # noqa: S102
+    else:
+        sys.argv, sys.path[0] = [first, *rest], str(Path(first).parent)
+        runpy.run_path(first, run_name="__main__")
+    return None
 
 
 def _enter(namespace: str) -> None:
@@ -207,8 +188,30 @@ def _enter(namespace: str) -> None:
             raise OSError(ctypes.get_errno(), f"this process cannot enter the network namespace {namespace}")
 
 
-class _ServerToBe(Forked):
+class _ServerToBe:
     """A child that waits to become the fork server of this process, in place of a Python that imports torch again."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self, timeout: float = 60.0) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(_LOOK_S)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
     @classmethod
     def prepare(cls) -> None:
@@ -217,6 +220,9 @@ class _ServerToBe(Forked):
         ours, theirs = socket.socketpair()
         parent = os.getpid()
         pid = os.fork()
+        os.setpgid(
+            pid, pid or 0
+        )  # as the server, it hears no Ctrl-C; both sides see to it, as neither knows who is first
         if pid == 0:
             ours.close()
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -250,7 +256,6 @@ def _serve(connection: socket.socket) -> None:
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
     order = json.loads(text)
-    os.setpgid(0, 0)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     os.environ.clear()
