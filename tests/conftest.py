@@ -67,6 +67,14 @@ def forked_tasks() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def keras_programs() -> Iterator[nursery.Nursery]:
+    """Where programs that use Keras are forked from; no other has it unasked."""
+    made = nursery.Nursery("keras", "stratagem.training.keras_wire", "stratagem.training.keras_steps")
+    yield made
+    made.close()
+
+
 @pytest.fixture(scope="module")
 def four_cpus(fork_server: None) -> Iterator[None]:
     """Divides the CPU into four logical devices for the tests of a module."""

@@ -16,15 +16,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.usefixtures("forked_tasks")]
 
 
-def run_example(name: str, *options: str, **environment: str) -> str:
+def run_example(name: str, *options: str, keras_programs: nursery.Nursery | None = None) -> str:
     """What an example prints; it must succeed and complain about nothing."""
-    command = [str(EXAMPLES / name), *options]
-    environment = {**os.environ, **environment, "COLUMNS": "100"}
-    if "keras" in name:  # a Python of its own, so that no other program has Keras unasked
-        command = [sys.executable, *command]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False, env=environment)
-    else:
-        done = nursery.run(command, 170, environment)
+    done = nursery.run([EXAMPLES / name, *options], 170, {**os.environ, "COLUMNS": "100"}, nursery=keras_programs)
     assert done.returncode == 0, done.stderr
     # On its first day in a fresh home matplotlib says that it lists the fonts.
     assert [line for line in done.stderr.splitlines() if not line.startswith("Matplotlib is building")] == []
@@ -98,7 +92,9 @@ def test_notebook_of_the_baseline_has_its_losses(tmp_path: Path, baseline: tuple
 @pytest.mark.parametrize("kind", ["baseline", "distributed"])
 def test_notebook_shows_the_outputs_that_it_gives(kind: str, baseline: tuple[list[float], list[float]]) -> None:
     kept = outputs_of((EXAMPLES / f"custom_loop_{kind}.ipynb").read_text())
-    assert epochs_of(kept)[0] == pytest.approx(baseline[0], abs=2e-4)
+    assert epochs_of(kept)[0][:8] == pytest.approx(baseline[0][:8], abs=2e-4)
+    # Processors of another kind round otherwise, and later epochs show it.
+    assert epochs_of(kept)[0] == pytest.approx(baseline[0], abs=1e-3)
 
 
 def examples_tested_by(text: str) -> list[tuple[int, float, float]]:
@@ -141,8 +137,8 @@ def keras_shown(kind: str) -> tuple[list[float], list[float]]:
 @pytest.mark.parametrize(
     "command", [("keras_baseline.py",), ("keras_distributed.py", "--devices", "2")], ids=["baseline", "distributed"]
 )
-def test_keras_has_the_losses_of_the_baseline(command: tuple[str, ...]) -> None:
-    losses, accuracies = epochs_of(run_example(*command, "--epochs", "3"))
+def test_keras_has_the_losses_of_the_baseline(command: tuple[str, ...], keras_programs: nursery.Nursery) -> None:
+    losses, accuracies = epochs_of(run_example(*command, "--epochs", "3", keras_programs=keras_programs))
     expected = keras_shown("baseline")
     assert losses == pytest.approx(expected[0][:3], abs=1e-3)
     assert accuracies == pytest.approx(expected[1][:3], abs=0.6)
@@ -161,11 +157,11 @@ def test_keras_notebook_has_the_losses_that_it_shows(tmp_path: Path, kind: str) 
         assert "equal accuracies: True" in outputs
 
 
-def test_example_of_the_notes_runs_on_two_replicas() -> None:
+def test_example_of_the_notes_runs_on_two_replicas(keras_programs: nursery.Nursery) -> None:
     # Keras warns of `input_shape`, which the notes write.
-    command = [sys.executable, "-W", "ignore::UserWarning", str(EXAMPLES / "keras_notes.py")]
+    command = ["-W", "ignore::UserWarning", EXAMPLES / "keras_notes.py"]
     environment = {**os.environ, "STRATAGEM_SIMULATE": "gpu:2"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False, env=environment)
+    done = nursery.run(command, 170, environment, nursery=keras_programs)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert done.stdout.count("Epoch 1/2") == done.stdout.count("Epoch 2/2") == 3

@@ -33,12 +33,16 @@ current: "Nursery | None" = None
 
 
 class Nursery:
-    """The process that others are forked from."""
+    """The process that others are forked from.
 
-    def __init__(self) -> None:
+    Args:
+        modules: What it imports besides torch and stratagem.
+    """
+
+    def __init__(self, *modules: str) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            command = [sys.executable, "-m", __name__, str(theirs.fileno()), *modules]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT)
         assert self._socket.recv(1), "the nursery could not start"
 
@@ -58,11 +62,18 @@ class Program(subprocess.Popen[Any]):
     Args:
         arguments: Those of Python.
         namespace: The network namespace to run in.
+        nursery: What it is forked from; otherwise the current one.
         options: Pipes, `env`, `cwd`, `text` and `start_new_session` of `Popen`.
     """
 
-    def __init__(self, arguments: Sequence[str], namespace: str | None = None, **options: Any) -> None:
-        self._namespace = namespace
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        namespace: str | None = None,
+        nursery: Nursery | None = None,
+        **options: Any,
+    ) -> None:
+        self._namespace, self._nursery = namespace, nursery or current
         super().__init__(arguments, **options)
 
     def _execute_child(self, *given: Any) -> None:
@@ -75,19 +86,23 @@ class Program(subprocess.Popen[Any]):
             "namespace": self._namespace,
         }
         ends = [named[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-        assert current is not None, "the fixture forked_tasks is missing"
-        self.pid = current.fork(request, [number if end == -1 else end for number, end in enumerate(ends)])
+        assert self._nursery is not None, "the fixture forked_tasks is missing"
+        self.pid = self._nursery.fork(request, [number if end == -1 else end for number, end in enumerate(ends)])
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(named[name] for name in pipes))
 
 
 def run(
-    arguments: Sequence[str | Path], timeout_s: float, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    arguments: Sequence[str | Path],
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    nursery: Nursery | None = None,
 ) -> "subprocess.CompletedProcess[str]":
     """`subprocess.run` of a program, with what it prints."""
-    pipe = subprocess.PIPE
-    with Program(list(map(str, arguments)), stdout=pipe, stderr=pipe, text=True, env=env, cwd=cwd) as program:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with Program(list(map(str, arguments)), nursery=nursery, env=env, cwd=cwd, **pipes) as program:
         try:
             out, err = program.communicate(timeout=timeout_s)
         except BaseException:
@@ -111,7 +126,7 @@ def opened() -> Iterator[None]:
 # In the process that others are forked from, and in those
 
 
-def _main(connection: socket.socket) -> None:
+def _main(connection: socket.socket, *modules: str) -> None:
     import torch._dynamo  # noqa: F401  # which the first optimizer of a process imports, for a second
 
     import stratagem as sg
@@ -121,6 +136,8 @@ def _main(connection: socket.socket) -> None:
 
     for name in sg.__all__:
         getattr(sg, name)  # names are imported when they are used
+    for module in modules:
+        importlib.import_module(module)
     connection.send(b"+")
     while True:
         request, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 3)
@@ -164,7 +181,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
 def _run(first: str, *rest: str) -> None:
     """What Python does with its arguments."""
     if first == "-W":
-        warnings.simplefilter(rest[0])  # type: ignore[arg-type]
+        warnings._setoption(rest[0])  # type: ignore[attr-defined]
         return _run(*rest[1:])
     if first == "-m":
         sys.argv = list(rest)
@@ -270,4 +287,4 @@ def _serve(connection: socket.socket) -> None:
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as own:
-        _main(own)
+        _main(own, *sys.argv[2:])
