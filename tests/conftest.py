@@ -31,10 +31,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Their files first: two processes share the tests by file, and a long one at the end would keep one of them alone.
 _LONGEST = (
-    *("tests/test_examples.py", "tests/cluster/test_ray.py", "tests/faults/test_workers.py"),
-    *("tests/contracts/test_strategies.py", "tests/cluster/test_membership.py", "tests/training/test_keras_fit.py"),
-    *("tests/faults/test_worker_restarts.py", "tests/faults/test_local_replicas.py", "tests/cluster/test_machines.py"),
-    *("tests/faults/test_torch_distributed.py", "tests/parameters/network/test_faults.py"),
+    *("tests/test_examples.py", "tests/cluster/test_ray.py", "tests/contracts/test_strategies.py"),
+    *(
+        "tests/faults/test_workers.py",
+        "tests/parameters/network/test_launch.py",
+        "tests/faults/test_worker_restarts.py",
+    ),
+    *("tests/training/test_keras_fit.py", "tests/test_examples_cluster_ps.py", "tests/cluster/test_membership.py"),
+    *("tests/faults/test_torch_distributed.py", "tests/faults/test_local_replicas.py"),
+    *("tests/cluster/test_machines.py", "tests/parameters/network/test_faults.py"),
 )
 
 
