@@ -188,8 +188,7 @@ def test_demo_shows_that_replicas_agree_and_saves_a_picture(tmp_path: Path) -> N
 
 
 def test_demo_refuses_an_output_before_it_trains(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "demo.py"), "--output", str(tmp_path / "none" / "demo.png")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = nursery.run([EXAMPLES / "demo.py", "--output", tmp_path / "none" / "demo.png"], 60)
     assert done.returncode == 2
     assert "--output is a .png file in a folder that exists" in done.stderr
 
