@@ -28,7 +28,7 @@ from stratagem.errors import ClusterError, ClusterJoinError, ClusterSpecError, C
 from tests.cluster.tasks import PATIENCE_S, TaskProcess, begin, free_ports, listening_at, send_begin, started, workers
 from tests.cluster.test_channel import holder
 
-pytestmark = [pytest.mark.usefixtures("token_file"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("token_file", "forked_tasks"), pytest.mark.slow]
 
 # A third of the usual patience: what is to be noticed is noticed as well.
 QUICK = {"heartbeat_s": 0.3, "join_timeout_s": 30.0}

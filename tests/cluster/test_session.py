@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +33,7 @@ from stratagem.placement import remote
 from stratagem.placement.remote_operations import NAMES
 from stratagem.placement.session_places import Place
 from stratagem.placement.session_plan import make_plan
+from tests.cluster import nursery
 from tests.cluster.tasks import TaskProcess, started, workers
 from tests.travelling import TRAVELLING
 
@@ -56,7 +55,7 @@ def known_token(no_starter: None, token_file: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture(scope="module")
-def cluster(token_file: Path) -> Iterator[tuple[list[TaskProcess], list[str]]]:
+def cluster(token_file: Path, forked_tasks: None) -> Iterator[tuple[list[TaskProcess], list[str]]]:
     """Two tasks in processes of their own, and their targets."""
     spec = workers(2)
     with pytest.MonkeyPatch.context() as patch:
@@ -78,7 +77,7 @@ def test_local_server_runs_the_program_of_the_notes(server: sg.Server) -> None:
         assert session.run(c) == "hello, distributed stratagem"
 
 
-def test_program_that_closes_nothing_ends_well(tmp_path: Path) -> None:
+def test_program_that_closes_nothing_ends_well(tmp_path: Path, forked_tasks: None) -> None:
     """As those of the notes; a thread that is in torch at that moment would take the process down."""
     program = """
 import stratagem as sg
@@ -88,14 +87,7 @@ session = sg.Session(server.target)
 print(session.run(c))
 sg.Session().run(c)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=tmp_path,
-    )
+    done = nursery.run(["-W", "error", "-c", program], 60, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
 
 
@@ -252,7 +244,7 @@ def test_operation_that_may_not_travel_is_refused_before_it_does(server: sg.Serv
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_run_over_a_task_that_is_lost_names_it(token_file: Path, number: signal.Signals) -> None:
+def test_run_over_a_task_that_is_lost_names_it(token_file: Path, forked_tasks: None, number: signal.Signals) -> None:
     """From this task to the other and back again; the other dies, or stops, between two runs."""
     spec = workers(2)
     with sg.Graph() as graph:
