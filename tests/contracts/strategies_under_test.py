@@ -5,6 +5,7 @@ program: a second pytest runs the same tests as the second worker, in step with 
 """
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -18,6 +19,7 @@ import pytest
 import stratagem as sg
 from stratagem.cluster import token
 from stratagem.cluster.simple import SimpleResolver
+from stratagem.strategies import multi_worker
 
 _WORKER = "STRATAGEM_TEST_WORKER"
 _PATIENCE_S = 120.0
@@ -44,6 +46,9 @@ def workers(num_replicas: int, cross_device_ops: str = "auto") -> MakeStrategy:
                 token.create(token_file)
                 stack.enter_context(_second_worker(request, {"cluster": cluster, "token": token_file}, folder))
             patch.setenv("STRATAGEM_TOKEN_FILE", token_file)
+            # Nobody is lost here, however seldom a busy machine lets a worker give a sign of life.
+            patient = functools.partial(multi_worker.Membership, num_missed=int(_PATIENCE_S))
+            patch.setattr(multi_worker, "Membership", patient)
             devices = [f"cpu:{index * num_replicas + number}" for number in range(num_replicas)]
             yield stack.enter_context(
                 sg.MultiWorkerMirroredStrategy(

@@ -37,7 +37,8 @@ def make_batches(sizes: list[int], seed: int = 3) -> Batches:
     ]
 
 
-UNEVEN = make_batches([8, 7, 5, 8, 3, 1, 9])
+# Parts of different sizes, of the same size, replicas without a part.
+UNEVEN = make_batches([7, 8, 1, 3])
 
 
 Build = Callable[[], tuple[Any, Callable[..., torch.Tensor]]]
@@ -73,7 +74,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# The others differ from one of these in what they compute with an element, not in what they keep or when.
+KINDS_OF_OPTIMIZERS = ("momentum", "adamw", "adagrad", "whole: adafactor")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in KINDS_OF_OPTIMIZERS else pytest.mark.soak) for name in OPTIMIZERS]
+)
 def test_optimizer_equals_one_device_with_uneven_batches(strategy: sg.Strategy, name: str) -> None:
     def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
         model = make_net()
@@ -405,7 +412,7 @@ def test_shared_frozen_and_unused_parameters_equal_one_device(strategy: sg.Strat
         model = Branches()
         return model, plain_step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01))
 
-    assert_equal_to_one_device(strategy, build)
+    assert_equal_to_one_device(strategy, build, make_batches([8, 7, 5, 8, 3, 1, 9]))
 
 
 def test_parameters_changed_in_place_by_the_step_equal_one_device(strategy: sg.Strategy) -> None:
