@@ -6,6 +6,8 @@ program: a second pytest runs the same tests as the second worker, in step with 
 
 import contextlib
 import functools
+import gc
+import importlib
 import json
 import os
 import socket
@@ -88,6 +90,9 @@ def opened(request: pytest.FixtureRequest, folder: Path) -> Iterator[sg.Strategy
     """The strategy of a row, for the tests of a module."""
     with ROWS[request.param](request, folder) as strategy:
         strategy.run(int)  # its replicas are there before the first test
+        importlib.import_module("torch._dynamo")  # torch imports it with the first optimizer
+        gc.collect()
+        gc.freeze()  # workers collect garbage whenever something new is made in a scope
         yield strategy
 
 

@@ -306,7 +306,7 @@ def test_copies_are_alike_again_after_a_run_that_failed_in_one_replica(breakable
         return scheduler.get_last_lr()[0]
 
     breakable.run(step)
-    for failing in (1, 0, 2):
+    for failing in (1, 0):
         with pytest.raises(ValueError, match="between backward and step"):
             breakable.run(step, args=(failing,))
         assert len(set(everywhere(breakable, step))) == 1
