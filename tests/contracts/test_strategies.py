@@ -74,13 +74,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-# The others differ from one of these in what they compute with an element, not in what they keep or when.
-KINDS_OF_OPTIMIZERS = ("momentum", "adamw", "adagrad", "whole: adafactor")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in KINDS_OF_OPTIMIZERS else pytest.mark.soak) for name in OPTIMIZERS]
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_equals_one_device_with_uneven_batches(strategy: sg.Strategy, name: str) -> None:
     def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
         model = make_net()
