@@ -1,5 +1,6 @@
 """What every test gets: the guards, a fresh configuration, and a machine without surprises."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -78,6 +79,16 @@ def keras_programs() -> Iterator[nursery.Nursery]:
     made = nursery.Nursery("keras", "stratagem.training.keras_wire", "stratagem.training.keras_steps")
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage() -> None:
+    """Lets the garbage collector look only through what the tests of a module make.
+
+    All that torch and Keras have takes it a third of a second, and workers, graphs and tests ask for it very often.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
