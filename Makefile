@@ -6,10 +6,10 @@ RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test soak test-busy check format bench clean
 
 help:  ## Show the targets
-	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 11
 
 setup: $(READY)  ## Make .venv with everything that the other targets need
 
@@ -24,14 +24,22 @@ demo: $(READY)  ## Train a network on one device and on 2 and 4 logical devices,
 	@$(RUN)/stratagem devices
 	@$(RUN)/python examples/demo.py
 
-test: $(READY)  ## Run all tests
-	@$(RUN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(RUN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test: $(READY)  ## Run all tests but those of `soak`
+	@$(PYTEST)
+
+soak: $(READY)  ## Run what repeats a promise over many parameters; SHARE=2/4 takes a part, MINUTES=5 stops early
+	@$(PYTEST) --soak $(if $(SHARE),--soak-share $(SHARE)) $(if $(MINUTES),--soak-minutes $(MINUTES))
+
+test-busy: $(READY)  ## Run all tests five times while two processes burn both cores; REPEAT=1 runs them once
+	@$(RUN)/python -m tests.busy --repeat $(or $(REPEAT),5) -- $(PYTEST)
 
 check: $(READY)  ## What to run before a commit: format, lint, types, the fast tests
 	@$(RUN)/ruff format --check .
 	@$(RUN)/ruff check .
 	@$(RUN)/mypy
-	@$(RUN)/pytest -q -m 'not slow'
+	@$(PYTEST) -q -m 'not slow'
 
 format: $(READY)  ## Format the code and mend what the linter can mend
 	@$(RUN)/ruff format .

@@ -1,5 +1,6 @@
 """What every test gets: the guards, a fresh configuration, and a machine without surprises."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -13,24 +14,33 @@ from stratagem.devices.inventory import Inventory
 from stratagem.processes import launcher
 from tests.cluster import nursery
 from tests.guards import adopt_orphans, nothing_left_behind
+from tests.soak import Soak, pytest_addoption
+from tests.timing import Timing
 
-__all__ = ["nothing_left_behind"]
+__all__ = ["nothing_left_behind", "pytest_addoption"]
 
 os.environ["KERAS_BACKEND"] = "torch"  # before Keras is imported anywhere
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     adopt_orphans()
+    config.pluginmanager.register(Timing())
+    config.pluginmanager.register(Soak(config))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: tests press Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Their files first: two processes share the tests by file, and a long one at the end would keep one of them alone.
 _LONGEST = (
-    *("tests/test_examples.py", "tests/cluster/test_ray.py", "tests/faults/test_workers.py"),
-    *("tests/contracts/test_strategies.py", "tests/cluster/test_membership.py", "tests/training/test_keras_fit.py"),
-    *("tests/faults/test_worker_restarts.py", "tests/faults/test_local_replicas.py", "tests/cluster/test_machines.py"),
-    *("tests/faults/test_torch_distributed.py", "tests/parameters/network/test_faults.py"),
+    *("tests/test_examples.py", "tests/cluster/test_ray.py", "tests/contracts/test_strategies.py"),
+    *(
+        "tests/faults/test_workers.py",
+        "tests/parameters/network/test_launch.py",
+        "tests/faults/test_worker_restarts.py",
+    ),
+    *("tests/training/test_keras_fit.py", "tests/test_examples_cluster_ps.py", "tests/cluster/test_membership.py"),
+    *("tests/faults/test_torch_distributed.py", "tests/faults/test_local_replicas.py"),
+    *("tests/cluster/test_machines.py", "tests/parameters/network/test_faults.py"),
 )
 
 
@@ -61,6 +71,24 @@ def forked_tasks() -> Iterator[None]:
     """Lets tasks of clusters be forked from one process, for the same reason."""
     with nursery.opened():
         yield
+
+
+@pytest.fixture(scope="session")
+def keras_programs() -> Iterator[nursery.Nursery]:
+    """Where programs that use Keras are forked from; no other has it unasked."""
+    made = nursery.Nursery("keras", "stratagem.training.keras.keras_objects", "stratagem.training.keras.steps")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage() -> None:
+    """Lets the garbage collector look only through what the tests of a module make.
+
+    All that torch and Keras have takes it a third of a second, and workers, graphs and tests ask for it very often.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -53,20 +53,22 @@ def _left(before: dict[str, frozenset[str]]) -> list[str]:
 
 def _processes() -> frozenset[str]:
     children = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            pid, _, rest = stat.read_text().partition(" ")
-            name, _, fields = rest.rpartition(") ")
-        except OSError:
-            continue  # it has ended since it was listed
-        state, parent = fields.split()[:2]
-        if parent != str(os.getpid()):
-            continue
-        if state == "Z":
-            os.waitpid(int(pid), os.WNOHANG)  # it has ended; the ones adopted have nobody else to bury them
-        else:
-            children.append(f"{pid} {name.lstrip('(')}")
+    for pid in _children() | _children():  # the kernel may leave one out of a reading while its sibling ends
+        with contextlib.suppress(OSError):  # it has ended, and somebody waited for it, since it was listed
+            name, _, fields = Path(f"/proc/{pid}/stat").read_text().partition(" (")[2].rpartition(") ")
+            if fields[0] == "Z":
+                os.waitpid(int(pid), os.WNOHANG)  # the ones adopted have nobody else to reap them
+            else:
+                children.append(f"{pid} {name}")
     return frozenset(children)
+
+
+def _children() -> set[str]:
+    pids: set[str] = set()
+    for thread in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended since it was listed
+            pids.update(thread.read_text().split())
+    return pids
 
 
 def _shared_memory() -> frozenset[str]:

@@ -1,6 +1,5 @@
 """Runs the example for clusters as a user would: alone, and with two workers."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,25 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cluster import nursery
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "cluster.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
-def run(*command: str) -> list[str]:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=dict(os.environ))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+def lines_of(done: "subprocess.CompletedProcess[str]") -> list[str]:
+    assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 
 
-def test_two_workers_print_once_and_learn_what_one_learns(tmp_path: Path) -> None:
+def test_two_workers_print_once_and_learn_what_one_learns(tmp_path: Path, forked_tasks: None) -> None:
     own = ["--epochs", "2", "--save"]
-    alone = run(sys.executable, str(EXAMPLE), *own, str(tmp_path / "alone.pt"))
-    together = run(
-        *(sys.executable, "-m", "stratagem", "run", "--workers", "2", "--devices", "cpu:1"),
-        *(str(EXAMPLE), *own, str(tmp_path / "together.pt")),
-    )
+    alone = lines_of(nursery.run([EXAMPLE, *own, tmp_path / "alone.pt"], 110))
+    command = [sys.executable, "-m", "stratagem", "run", "--workers", "2", "--devices", "cpu:1"]
+    command += [str(EXAMPLE), *own, str(tmp_path / "together.pt")]
+    together = lines_of(subprocess.run(command, capture_output=True, text=True, timeout=110, check=False))
     assert alone[0] == "1 replicas"
     assert together[0] == "2 replicas"
     assert together[1:] == alone[1:]

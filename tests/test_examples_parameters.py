@@ -4,9 +4,10 @@ import re
 
 import pytest
 
+from tests.cluster import nursery
 from tests.test_examples import epochs_of, run_example
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.usefixtures("forked_tasks")]
 
 
 def test_local_training_survives_a_killed_worker_and_learns() -> None:
@@ -19,8 +20,8 @@ def test_local_training_survives_a_killed_worker_and_learns() -> None:
     assert sum(map(int, re.findall(r"worker \d+: (\d+) pushes", text))) == 4 * 44
 
 
-def test_keras_learns_and_pushes_once_for_each_batch() -> None:
-    text = run_example("parameter_server_keras.py", "--epochs", "2")
+def test_keras_learns_and_pushes_once_for_each_batch(keras_programs: nursery.Nursery) -> None:
+    text = run_example("parameter_server_keras.py", "--epochs", "2", keras_programs=keras_programs)
     losses, accuracies = epochs_of(text)
     assert losses[1] < losses[0]
     assert accuracies[-1] > 75

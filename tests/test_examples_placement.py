@@ -7,7 +7,7 @@ import pytest
 
 from tests.test_examples import run_example
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("forked_tasks")]
 
 TASK = "/job:localhost/replica:0/task:0"
 

@@ -1,27 +1,23 @@
 """Runs the examples of graphs and sessions as a user would, and checks what they show."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from stratagem import _env
 from stratagem.cluster import token as tokens
+from tests.cluster import nursery
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TASK = "/job:localhost/replica:0/task:0/device"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("forked_tasks")]
 
 
 def lines_of(name: str, **environment: str) -> list[str]:
     """What an example prints; it must succeed and complain about nothing."""
-    command = [sys.executable, "-W", "error", str(EXAMPLES / name)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=110, check=False, env={**os.environ, **environment}
-    )
+    done = nursery.run(["-W", "error", EXAMPLES / name], 110, {**os.environ, **environment})
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout.splitlines()

@@ -1,10 +1,14 @@
-"""Starts tasks of tests from a process that has imported everything: that takes Python seconds, a fork does not.
+"""Starts programs of tests from a process that has imported torch: that takes Python seconds, a fork does not.
 
 What is started is a child of the test's process, as with `subprocess`: the guards have made it the
-one that adopts, and the process between the two ends at once.
+one that adopts, and the process between the two ends at once. The fork server that a program may need
+is forked too, before the program begins.
 """
 
 import contextlib
+import ctypes
+import importlib
+import inspect
 import json
 import os
 import runpy
@@ -13,75 +17,103 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import types
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 _MOST_BYTES = 2**18
 _LOOK_S = 0.005
+_PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
 
 current: "Nursery | None" = None
 
 
 class Nursery:
-    """The process that others are forked from."""
+    """The process that others are forked from.
 
-    def __init__(self) -> None:
+    Args:
+        modules: What it imports besides torch and stratagem.
+    """
+
+    def __init__(self, *modules: str) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            command = [sys.executable, "-m", __name__, str(theirs.fileno()), *modules]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT)
         assert self._socket.recv(1), "the nursery could not start"
 
-    def start(self, module: str) -> "Forked":
-        """Runs a module as a program, with the environment of this moment."""
-        stdin, to_stdin = os.pipe()
-        from_stdout, stdout = os.pipe()
-        request = json.dumps([module, dict(os.environ)]).encode()
-        socket.send_fds(self._socket, [request], [stdin, stdout])
-        pid = int(self._socket.recv(32))
-        os.close(stdin)
-        os.close(stdout)
-        return Forked(pid, os.fdopen(to_stdin, "wb"), os.fdopen(from_stdout, "rb"))
+    def fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
+        """The process that does what is requested, with these as its standard input, output and errors."""
+        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+        return int(self._socket.recv(32))
 
     def close(self) -> None:
         self._socket.close()
         self._process.wait(20)
 
 
-class Forked:
-    """A process that was started so, with what tests use of `subprocess.Popen`."""
+class Program(subprocess.Popen[Any]):
+    """`subprocess.Popen` of Python with these arguments, but forked: `[-W error] (-m MODULE | -c CODE | FILE) ...`.
 
-    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
-        self.pid, self.stdin, self.stdout = pid, stdin, stdout
-        self._code: int | None = None
+    Args:
+        arguments: Those of Python.
+        namespace: The network namespace to run in.
+        nursery: What it is forked from; otherwise the current one.
+        options: Pipes, `env`, `cwd`, `text` and `start_new_session` of `Popen`.
+    """
 
-    def poll(self) -> int | None:
-        if self._code is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            if ended:
-                self._code = os.waitstatus_to_exitcode(status)
-        return self._code
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        namespace: str | None = None,
+        nursery: Nursery | None = None,
+        **options: Any,
+    ) -> None:
+        self._namespace, self._nursery = namespace, nursery or current
+        super().__init__(arguments, **options)
 
-    def wait(self, timeout_s: float) -> int:
-        deadline = time.monotonic() + timeout_s
-        while (code := self.poll()) is None:
-            assert time.monotonic() < deadline, f"process {self.pid} has not ended within {timeout_s} s"
-            time.sleep(_LOOK_S)
-        return code
+    def _execute_child(self, *given: Any) -> None:
+        named = inspect.signature(super()._execute_child).bind(*given).arguments
+        request = {
+            "arguments": [str(each) for each in named["args"]],
+            "environment": dict(os.environ if named["env"] is None else named["env"]),
+            "folder": str(named["cwd"] or os.getcwd()),
+            "is_session": named["start_new_session"],
+            "namespace": self._namespace,
+        }
+        ends = [named[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        assert self._nursery is not None, "the fixture forked_tasks is missing"
+        self.pid = self._nursery.fork(request, [number if end == -1 else end for number, end in enumerate(ends)])
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(named[name] for name in pipes))
 
-    def send_signal(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
 
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+def run(
+    arguments: Sequence[str | Path],
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    nursery: Nursery | None = None,
+) -> "subprocess.CompletedProcess[str]":
+    """`subprocess.run` of a program, with what it prints."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with Program(list(map(str, arguments)), nursery=nursery, env=env, cwd=cwd, **pipes) as program:
+        try:
+            out, err = program.communicate(timeout=timeout_s)
+        except BaseException:
+            program.kill()
+            raise
+    return subprocess.CompletedProcess(program.args, program.returncode, out, err)
 
 
 @contextlib.contextmanager
 def opened() -> Iterator[None]:
-    """Inside the block tasks are forked."""
+    """Inside the block programs can be forked."""
     global current  # noqa: PLW0603
     current = Nursery()
     try:
@@ -91,16 +123,24 @@ def opened() -> Iterator[None]:
         current = None
 
 
-def _main(connection: socket.socket) -> None:
+# In the process that others are forked from, and in those
+
+
+def _main(connection: socket.socket, *modules: str) -> None:
+    import torch._dynamo  # noqa: F401  # which the first optimizer of a process imports, for a second
+
     import stratagem as sg
     import tests.cluster.task_program
     import tests.faults.worker_program
     import tests.parameters.network.task_program  # noqa: F401
 
-    _ = sg.MultiWorkerMirroredStrategy, sg.config  # names are imported when they are used
+    for name in sg.__all__:
+        getattr(sg, name)  # names are imported when they are used
+    for module in modules:
+        importlib.import_module(module)
     connection.send(b"+")
     while True:
-        request, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 2)
+        request, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 3)
         if not request:
             return
         read, write = os.pipe()
@@ -111,7 +151,7 @@ def _main(connection: socket.socket) -> None:
                 connection.close()
                 os.close(read)
                 os.close(write)
-                _become(*json.loads(request), *descriptors)
+                _become(json.loads(request), descriptors)
                 return
             os.write(write, str(pid).encode())
             os._exit(0)
@@ -121,19 +161,130 @@ def _main(connection: socket.socket) -> None:
             os.close(each)
 
 
-def _become(module: str, environment: dict[str, str], stdin: int, stdout: int) -> None:
-    os.dup2(stdin, 0)
-    os.dup2(stdout, 1)
-    os.close(stdin)
-    os.close(stdout)
+def _become(request: dict[str, Any], descriptors: list[int]) -> None:
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = [module]
-    sys.modules.pop(module, None)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    if request["is_session"]:
+        os.setsid()
+    if namespace := request["namespace"]:
+        _enter(namespace)
+    _ServerToBe.prepare()
+    _run(*request["arguments"])
+
+
+def _run(first: str, *rest: str) -> None:
+    """What Python does with its arguments."""
+    if first == "-W":
+        warnings._setoption(rest[0])  # type: ignore[attr-defined]
+        return _run(*rest[1:])
+    if first == "-m":
+        sys.argv = list(rest)
+        sys.modules.pop(rest[0], None)
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))  # noqa: S102
+    else:
+        sys.argv, sys.path[0] = [first, *rest], str(Path(first).parent)
+        runpy.run_path(first, run_name="__main__")
+    return None
+
+
+def _enter(namespace: str) -> None:
+    """Moves this process to a machine of `tests.cluster.machines`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"this process cannot enter the network namespace {namespace}")
+
+
+class _ServerToBe:
+    """A child that waits to become the fork server of this process, in place of a Python that imports torch again."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self, timeout: float = 60.0) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(_LOOK_S)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    @classmethod
+    def prepare(cls) -> None:
+        from stratagem.processes import launcher
+
+        ours, theirs = socket.socketpair()
+        parent = os.getpid()
+        pid = os.fork()
+        os.setpgid(
+            pid, pid or 0
+        )  # as the server, it hears no Ctrl-C; both sides see to it, as neither knows who is first
+        if pid == 0:
+            ours.close()
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() == parent:  # else it died before the line above took hold
+                _serve(theirs)
+            os._exit(0)
+        theirs.close()
+        child, start_another = cls(pid), launcher._start_server
+
+        def start(descriptor: int) -> Any:
+            from stratagem import _integrations
+
+            launcher._start_server = start_another
+            order = {
+                "modules": list(_integrations.modules_for_children()),
+                "environment": dict(os.environ),
+                "folder": os.getcwd(),
+            }
+            with ours:
+                socket.send_fds(ours, [json.dumps(order).encode()], [descriptor])
+            return child
+
+        launcher._start_server = start
+        os.register_at_fork(after_in_child=ours.close)
+
+
+def _serve(connection: socket.socket) -> None:
+    with connection:
+        text, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 1)
+    if not text:
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
+    order = json.loads(text)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.chdir(order["folder"])
+    for module in order["modules"]:
+        importlib.import_module(module)
+    from stratagem.processes import forkserver
+
+    forkserver.main(descriptors[0])
 
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as own:
-        _main(own)
+        _main(own, *sys.argv[2:])

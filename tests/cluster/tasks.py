@@ -7,7 +7,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,15 +18,16 @@ PATIENCE_S = 40.0
 
 
 class TaskProcess:
-    """One process that runs `task_program` or another like it, here or on another machine."""
+    """One process that runs `task_program` or another like it, here or on a machine of `tests.cluster.machines`."""
 
     def __init__(self, prefix: Sequence[str] = (), program: str = "tests.cluster.task_program") -> None:
-        self.process: subprocess.Popen[bytes] | nursery.Forked
-        if nursery.current is not None and not prefix:
-            self.process = nursery.current.start(program)
-        else:
-            command = [*prefix, sys.executable, "-m", program]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=nursery.ROOT)
+        self.process: subprocess.Popen[bytes] = nursery.Program(
+            ["-m", program],
+            prefix[-1] if prefix else None,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=nursery.ROOT,
+        )
         self._unread = b""
 
     @property

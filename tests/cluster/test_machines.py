@@ -14,7 +14,7 @@ from tests.cluster.test_membership import lost_by
 
 __all__ = ["network"]
 
-pytestmark = [pytest.mark.usefixtures("token_file", "network"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("token_file", "network", "forked_tasks"), pytest.mark.slow]
 
 # Half of the usual patience.
 RHYTHM = {"heartbeat_s": 0.5, "join_timeout_s": 30.0}

@@ -28,7 +28,7 @@ from stratagem.errors import ClusterError, ClusterJoinError, ClusterSpecError, C
 from tests.cluster.tasks import PATIENCE_S, TaskProcess, begin, free_ports, listening_at, send_begin, started, workers
 from tests.cluster.test_channel import holder
 
-pytestmark = [pytest.mark.usefixtures("token_file"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("token_file", "forked_tasks"), pytest.mark.slow]
 
 # A third of the usual patience: what is to be noticed is noticed as well.
 QUICK = {"heartbeat_s": 0.3, "join_timeout_s": 30.0}
@@ -484,14 +484,20 @@ def test_task_that_starts_anew_waits_for_a_host_that_does_too(three: list[TaskPr
 
 
 def test_silence_counts_only_while_the_one_who_listens_runs() -> None:
-    pulse = Pulse(heartbeat_s=1.0, num_missed=3)
+    now = [0.0]
+    pulse = Pulse(heartbeat_s=1.0, num_missed=3, monotonic=lambda: now[0])
+
+    def is_lost_after(elapsed_s: float) -> bool:
+        now[0] += elapsed_s
+        return pulse.is_lost()
+
     # As after a long stop of this very process: what came meanwhile is still to be read.
-    assert not pulse.is_lost(1000.0)
+    assert not is_lost_after(1000.0)
     pulse.heard()
-    looks = [pulse.is_lost(0.25) for _ in range(15)]
+    looks = [is_lost_after(0.25) for _ in range(15)]
     assert looks == [False] * 14 + [True]
     pulse.heard()
-    assert not pulse.is_lost(0.25)
+    assert not is_lost_after(0.25)
 
 
 # The store, in one process

@@ -126,7 +126,7 @@ def test_server_that_was_stopped_stays_so() -> None:
 
 
 @pytest.fixture
-def task() -> Iterator[TaskProcess]:
+def task(forked_tasks: None) -> Iterator[TaskProcess]:
     with started(1) as (made,):
         yield made
 

@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +33,9 @@ from stratagem.graphs.sessions import sent_parts
 from stratagem.graphs.sessions.allowed_operations import NAMES
 from stratagem.graphs.sessions.node_devices import Place
 from stratagem.graphs.sessions.partition import make_plan
+from tests.cluster import nursery
 from tests.cluster.tasks import TaskProcess, started, workers
+from tests.travelling import TRAVELLING
 
 HERE = Place("worker", 0, "CPU", 0)
 OPENING = {"soft": None, "growth": None, "fraction": None}
@@ -55,7 +55,7 @@ def known_token(no_starter: None, token_file: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture(scope="module")
-def cluster(token_file: Path) -> Iterator[tuple[list[TaskProcess], list[str]]]:
+def cluster(token_file: Path, forked_tasks: None) -> Iterator[tuple[list[TaskProcess], list[str]]]:
     """Two tasks in processes of their own, and their targets."""
     spec = workers(2)
     with pytest.MonkeyPatch.context() as patch:
@@ -77,7 +77,7 @@ def test_local_server_runs_the_program_of_the_notes(server: sg.Server) -> None:
         assert session.run(c) == "hello, distributed stratagem"
 
 
-def test_program_that_closes_nothing_ends_well(tmp_path: Path) -> None:
+def test_program_that_closes_nothing_ends_well(tmp_path: Path, forked_tasks: None) -> None:
     """As those of the notes; a thread that is in torch at that moment would take the process down."""
     program = """
 import stratagem as sg
@@ -87,14 +87,7 @@ session = sg.Session(server.target)
 print(session.run(c))
 sg.Session().run(c)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=tmp_path,
-    )
+    done = nursery.run(["-W", "error", "-c", program], 60, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
 
 
@@ -179,6 +172,33 @@ def test_types_and_large_tensors_travel_whole(server: sg.Server) -> None:
             assert torch.equal(found, value)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", TRAVELLING, ids=str)
+def test_values_of_every_type_are_fed_kept_and_fetched(server: sg.Server, dtype: torch.dtype) -> None:
+    value, wide = torch.arange(6).to(dtype), torch.complex128 if dtype.is_complex else torch.float64
+    with sg.Graph() as graph:
+        x = sg.placeholder(dtype, [6])
+        kept = sg.get_variable("kept", initializer=value.clone(), trainable=False)
+        fetches = [x.clone(), x.to(wide), kept, sg.constant(value)]
+    with sg.Session(server.target, graph) as session:
+        expected = [value, value.to(wide), value, value]
+        for found, wanted in zip(session.run(fetches, {x: value}), expected, strict=True):
+            assert found.dtype == wanted.dtype
+            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_type_that_cannot_travel_is_refused_with_those_that_can(server: sg.Server) -> None:
+    with sg.Graph() as graph:
+        x = sg.placeholder(torch.bits8, [2])
+        y = x.clone()
+    value = torch.zeros(2, dtype=torch.uint8).view(torch.bits8)
+    with (
+        sg.Session(server.target, graph) as session,
+        pytest.raises(SessionError, match=r"type bits8 cannot travel to another task; types that can: bool, uint8, .*"),
+    ):
+        session.run(y, {x: value})
+
+
 def test_error_of_an_operation_names_it_and_its_task(server: sg.Server) -> None:
     with sg.Graph() as graph:
         x = sg.placeholder(torch.int64, [2])
@@ -224,7 +244,7 @@ def test_operation_that_may_not_travel_is_refused_before_it_does(server: sg.Serv
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_run_over_a_task_that_is_lost_names_it(token_file: Path, number: signal.Signals) -> None:
+def test_run_over_a_task_that_is_lost_names_it(token_file: Path, forked_tasks: None, number: signal.Signals) -> None:
     """From this task to the other and back again; the other dies, or stops, between two runs."""
     spec = workers(2)
     with sg.Graph() as graph:
@@ -241,12 +261,26 @@ def test_run_over_a_task_that_is_lost_names_it(token_file: Path, number: signal.
             assert session.run(three, {x: [1.0, 2.0]}).tolist() == [3.0, 5.0]
             other.signal(number)
             with pytest.raises(
-                TaskLostError, match=r"^task worker/1 is gone: (it closed|the connection|it has given no)"
+                TaskLostError,
+                match=r"^task worker/1 is gone: (it closed|the connection|no sign of life for .* answers)",
             ):
                 session.run(three, {x: [1.0, 2.0]})
             assert session.run(one, {x: [1.0, 2.0]}).tolist() == [2.0, 3.0]
             with pytest.raises(TaskLostError, match="task worker/1 is gone"):
                 session.run(three, {x: [1.0, 2.0]})
+
+
+@pytest.mark.parametrize("own_server", [False, True])
+def test_program_that_was_suspended_goes_on(cluster: tuple[list[TaskProcess], list[str]], *, own_server: bool) -> None:
+    """As by Ctrl-Z and `fg`: nobody was silent, this program did not listen."""
+    with contextlib.closing(TaskProcess(program="tests.cluster.session_program")) as program:
+        assert program.ask(f"begin({('' if own_server else cluster[1][0])!r})") == "begun"
+        assert program.ask("run()") == [2.0, 4.0]
+        program.signal(signal.SIGSTOP)
+        time.sleep(3.0)  # the fault itself: longer than a task may be silent
+        program.signal(signal.SIGCONT)
+        program.send("__import__('time').sleep(1.5) or run()")  # what is lost is noticed meanwhile
+        assert program.value() == [2.0, 4.0]
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -19,7 +19,7 @@ from tests.collectives.harness import Replicas, started
 
 c10d: Any = torch.distributed
 
-pytestmark = [pytest.mark.usefixtures("token_file", "fork_server"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("token_file", "fork_server", "forked_tasks"), pytest.mark.slow]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import os
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from stratagem import _env
 from stratagem.cluster import token as tokens
 from stratagem.errors import TokenError
+from tests.cluster import nursery
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user for a while")
@@ -47,13 +47,10 @@ def test_two_tokens_are_different_and_none_is_overwritten(tmp_path: Path) -> Non
     assert tokens.load(tmp_path / "a").sign(b"") != tokens.load(tmp_path / "b").sign(b"")
 
 
-def test_many_processes_that_come_first_at_once_have_one_token(tmp_path: Path) -> None:
+def test_many_processes_that_come_first_at_once_have_one_token(tmp_path: Path, forked_tasks: None) -> None:
     program = "from stratagem.cluster import token; print(token.load().sign(b'').hex())"
     environment = {**os.environ, "HOME": str(tmp_path)}
-    started = [
-        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(4)
-    ]
+    started = [nursery.Program(["-c", program], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     outcomes = {process.communicate(timeout=50)[0] for process in started}
     assert len(outcomes) == 1
     assert "" not in outcomes

@@ -5,6 +5,9 @@ program: a second pytest runs the same tests as the second worker, in step with 
 """
 
 import contextlib
+import functools
+import gc
+import importlib
 import json
 import os
 import socket
@@ -18,6 +21,7 @@ import pytest
 import stratagem as sg
 from stratagem.cluster import token
 from stratagem.cluster.resolvers.simple import SimpleResolver
+from stratagem.strategies import multi_worker
 
 _WORKER = "STRATAGEM_TEST_WORKER"
 _PATIENCE_S = 120.0
@@ -44,6 +48,9 @@ def workers(num_replicas: int, cross_device_ops: str = "auto") -> MakeStrategy:
                 token.create(token_file)
                 stack.enter_context(_second_worker(request, {"cluster": cluster, "token": token_file}, folder))
             patch.setenv("STRATAGEM_TOKEN_FILE", token_file)
+            # Nobody is lost here, however seldom a busy machine lets a worker give a sign of life.
+            patient = functools.partial(multi_worker.Membership, num_missed=int(_PATIENCE_S))
+            patch.setattr(multi_worker, "Membership", patient)
             devices = [f"cpu:{index * num_replicas + number}" for number in range(num_replicas)]
             yield stack.enter_context(
                 sg.MultiWorkerMirroredStrategy(
@@ -83,6 +90,9 @@ def opened(request: pytest.FixtureRequest, folder: Path) -> Iterator[sg.Strategy
     """The strategy of a row, for the tests of a module."""
     with ROWS[request.param](request, folder) as strategy:
         strategy.run(int)  # its replicas are there before the first test
+        importlib.import_module("torch._dynamo")  # torch imports it with the first optimizer
+        gc.collect()
+        gc.freeze()  # workers collect garbage whenever something new is made in a scope
         yield strategy
 
 

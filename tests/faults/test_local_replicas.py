@@ -28,10 +28,11 @@ from stratagem.errors import (
 )
 from stratagem.processes.group import ReplicaGroup
 from stratagem.processes.registry import Registry
+from tests.cluster import nursery
 from tests.fakes import fake_host
 from tests.faults.watching import is_gone, pids, train, weights
 
-pytestmark = pytest.mark.usefixtures("four_cpus")
+pytestmark = pytest.mark.usefixtures("four_cpus", "forked_tasks")
 
 
 @pytest.fixture
@@ -261,8 +262,8 @@ print(*strategy.run(os.getpid).values, flush=True)
 
 
 def start(rest: str, **options: Any) -> tuple[subprocess.Popen[str], list[int]]:
-    program = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM.format(rest=rest)],
+    program = nursery.Program(
+        ["-c", _PROGRAM.format(rest=rest)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

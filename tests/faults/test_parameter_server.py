@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import stratagem as sg
 from stratagem.engine.queued.step import Step
 from stratagem.errors import ReplicaDiedError
 from stratagem.parameters.local.locks import Locks
+from tests.cluster import nursery
 
 PATIENCE_S = 30.0
 NUM_STEPS = 12
@@ -393,8 +393,8 @@ time.sleep(600)
 """
 
 
-def test_nothing_is_left_when_the_main_program_is_killed() -> None:
-    program = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True)
+def test_nothing_is_left_when_the_main_program_is_killed(forked_tasks: None) -> None:
+    program = nursery.Program(["-c", PROGRAM], stdout=subprocess.PIPE, text=True)
     with program:
         pids = [int(each) for each in program.stdout.readline().split()]  # type: ignore[union-attr]
         assert len(pids) == 2
@@ -419,9 +419,8 @@ raise ValueError("bad row 812")
 """
 
 
-def test_program_that_fails_does_not_wait_for_its_steps() -> None:
-    command = [sys.executable, "-c", FAILING_PROGRAM]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=50.0)
+def test_program_that_fails_does_not_wait_for_its_steps(forked_tasks: None) -> None:
+    ended = nursery.run(["-c", FAILING_PROGRAM], 50.0)
     assert ended.returncode == 1
     assert ended.stdout == "still here\n"  # its fork, which failed as well, took nothing from it
     assert ended.stderr.count("ValueError: bad row 812") == 2

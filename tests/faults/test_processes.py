@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +21,7 @@ from stratagem.errors import ReplicaDiedError, ReplicaStalledError, StrategyErro
 from stratagem.processes.group import ReplicaGroup
 from stratagem.processes.launcher import ForkServer
 from stratagem.processes.registry import Registry
+from tests.cluster import nursery
 from tests.faults.watching import is_gone, pids
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
@@ -300,10 +300,8 @@ time.sleep(60)
 """
 
 
-def test_ctrl_c_at_the_start_harms_nothing_and_a_forked_process_keeps_no_children() -> None:
-    program = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+def test_ctrl_c_at_the_start_harms_nothing_and_a_forked_process_keeps_no_children(forked_tasks: None) -> None:
+    program = nursery.Program(["-c", _PROGRAM], stdout=subprocess.PIPE, text=True, start_new_session=True)
     with program, contextlib.ExitStack() as at_the_end:
         at_the_end.callback(program.kill)
         assert program.stdout is not None

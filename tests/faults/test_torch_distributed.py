@@ -6,7 +6,6 @@ The guards of `tests/guards.py` hold after each test: no process, thread, socket
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +21,10 @@ from stratagem.collectives import reconnecting
 from stratagem.collectives.torch_distributed import TorchDistributed
 from stratagem.errors import CollectiveError, ReplicaDiedError, ReplicaStalledError, StratagemWarning, StrategyError
 from stratagem.variables import buckets
+from tests.cluster import nursery
 from tests.faults.watching import is_gone, pids, train, weights
 
-pytestmark = pytest.mark.usefixtures("four_cpus")
+pytestmark = pytest.mark.usefixtures("four_cpus", "forked_tasks")
 
 SECONDS = 8.0  # what "in seconds" means on a busy machine; torch alone would wait for a day
 STALL_S = 10.0
@@ -248,8 +248,8 @@ print(*strategy.run(step).values, flush=True)
 
 
 def start(rest: str, folder: Path, **options: Any) -> tuple[subprocess.Popen[str], list[int]]:
-    program = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM.format(rest=rest)],
+    program = nursery.Program(
+        ["-c", _PROGRAM.format(rest=rest)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -82,13 +82,13 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (3, 4), (300, 300)], ids=str)
-def test_tensors_of_every_type_and_size(ends: tuple[Wire, Wire], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = (10 * torch.randn(shape)).to(dtype)
-    received = passed(ends, tensor)
-    assert received.dtype == dtype
-    assert torch.equal(received, tensor)
-    received.zero_()  # it is the receiver's own
+def test_tensors_of_every_type_and_size(ends: tuple[Wire, Wire], dtype: torch.dtype) -> None:
+    for shape in ((), (0,), (3, 0, 2), (5,), (3, 4), (300, 300)):
+        tensor = (10 * torch.randn(shape)).to(dtype)
+        received = passed(ends, tensor)
+        assert received.dtype == dtype, shape
+        assert torch.equal(received, tensor), shape
+        received.zero_()  # it is the receiver's own
 
 
 LAYOUTS = {

@@ -18,6 +18,7 @@ from stratagem.errors import ClusterJoinError, StratagemWarning, StrategyError
 from stratagem.variables import agreement
 from tests.cluster.tasks import TaskProcess, free_ports, workers
 from tests.faults import worker_program
+from tests.travelling import TRAVELLING
 
 
 @pytest.fixture(autouse=True)
@@ -183,6 +184,13 @@ def test_results_of_all_replicas_come_to_every_worker(two: list[TaskProcess]) ->
     assert ask_both(two, f"len(worker.strategy.local_results({run}))") == [2, 1]
     large = run.replace("torch.ones(2)", "torch.ones(1000)")
     assert ask_both(two, f"worker.strategy.reduce('max', {large}).sum().item()") == [2000.0] * 2
+
+
+def test_results_of_every_type_come_to_every_worker(two: list[TaskProcess]) -> None:
+    types = "__import__('tests.travelling', fromlist=['tests']).TRAVELLING"
+    gathered = "worker.strategy.gather(worker.strategy.run(lambda: torch.arange(2).to(dtype)))"
+    found = ask_both(two, f"[[str(dtype), {gathered}.to(torch.complex64).real.tolist()] for dtype in {types}]")
+    assert found == [[[str(dtype), [0.0, 1.0] * 3] for dtype in TRAVELLING]] * 2
 
 
 def test_replicas_exchange_tensors_across_workers(two: list[TaskProcess]) -> None:

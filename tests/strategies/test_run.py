@@ -129,7 +129,7 @@ with sg.MirroredStrategy() as strategy:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["file", "stdin", "command"])
+@pytest.mark.parametrize("way", ["file", "command", pytest.param("stdin", marks=pytest.mark.soak)])
 def test_program_is_executed_once(way: str, tmp_path: Path) -> None:
     log, script = tmp_path / "log", tmp_path / "train.py"
     script.write_text(PROGRAM)

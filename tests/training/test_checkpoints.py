@@ -200,22 +200,21 @@ for step in range(2, 10_000):
 
 
 @pytest.mark.slow
-def test_killed_while_saving_leaves_whole_checkpoints_only(tmp_path: Path) -> None:
-    for attempt in range(3):
-        folder = tmp_path / str(attempt)
-        process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(folder)], stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        time.sleep(0.031 * attempt)
-        process.kill()
-        process.wait()
-        process.stdout.close()
-        newest = latest_checkpoint(folder)  # a warning would be an error
-        assert newest is not None
-        weight = load_checkpoint(newest)["weight"]
-        assert torch.equal(weight, torch.full((1_000_000,), float(step_of(newest))))
-        save_checkpoint(folder, 20_000, state_of(1))
-        assert all(name.startswith("model.ckpt-") for name in os.listdir(folder))
+@pytest.mark.parametrize("pause_s", [0.0, *(pytest.param(each, marks=pytest.mark.soak) for each in (0.031, 0.062))])
+def test_killed_while_saving_leaves_whole_checkpoints_only(tmp_path: Path, pause_s: float) -> None:
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    time.sleep(pause_s)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    newest = latest_checkpoint(tmp_path)  # a warning would be an error
+    assert newest is not None
+    weight = load_checkpoint(newest)["weight"]
+    assert torch.equal(weight, torch.full((1_000_000,), float(step_of(newest))))
+    save_checkpoint(tmp_path, 20_000, state_of(1))
+    assert all(name.startswith("model.ckpt-") for name in os.listdir(tmp_path))
 
 
 KILLED_AT_EACH_POINT = """

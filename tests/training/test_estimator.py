@@ -27,7 +27,7 @@ def mirrored(four_cpus: None) -> Iterator[sg.MirroredStrategy]:
         yield strategy
 
 
-@pytest.fixture(params=["default", "one_device", "mirrored"])
+@pytest.fixture(params=["default", pytest.param("one_device", marks=pytest.mark.soak), "mirrored"])
 def strategy(request: pytest.FixtureRequest, mirrored: sg.MirroredStrategy) -> sg.Strategy | None:
     return {"default": None, "one_device": sg.OneDeviceStrategy("cpu:0"), "mirrored": mirrored}[request.param]
 
@@ -93,7 +93,8 @@ def test_resumed_training_equals_an_uninterrupted_one(
         assert torch.equal(value, expected[name])
 
 
-@pytest.mark.parametrize("at", [1, 4, 5, 8])
+# At the end of a pass and within one; then the same elsewhere.
+@pytest.mark.parametrize("at", [4, 5, *(pytest.param(each, marks=pytest.mark.soak) for each in (1, 8))])
 def test_training_goes_on_with_the_very_next_batch(tmp_path: Path, at: int) -> None:
     generator = functools.partial(torch.Generator().manual_seed, 5)
 

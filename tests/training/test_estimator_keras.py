@@ -29,7 +29,7 @@ def mirrored(four_cpus: None) -> Iterator[sg.MirroredStrategy]:
         yield strategy
 
 
-@pytest.fixture(params=["default", "one_device", "mirrored"])
+@pytest.fixture(params=["default", pytest.param("one_device", marks=pytest.mark.soak), "mirrored"])
 def strategy(request: pytest.FixtureRequest, mirrored: sg.MirroredStrategy) -> sg.Strategy | None:
     return {"default": None, "one_device": sg.OneDeviceStrategy("cpu:0"), "mirrored": mirrored}[request.param]
 

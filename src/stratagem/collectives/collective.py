@@ -179,6 +179,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     One number shows for many whether any is not; only then (a sum may also be too large) is it worth ten times as
     long to look at each.
     """
+    tensor = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # float8, which torch cannot add
     return cmath.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
 
 

@@ -14,6 +14,7 @@ from typing import final
 
 import torch
 
+from stratagem._clock import Clock
 from stratagem.errors import CollectiveError
 from stratagem.processes.region import PAGE_BYTES, Region
 
@@ -153,11 +154,12 @@ class Signals:
                 return
         start = time.monotonic()
         try:
-            self._sleep(source, semaphore, start)
+            self._sleep(source, semaphore)
         finally:
             self.waited_s += time.monotonic() - start
 
-    def _sleep(self, source: int, semaphore: ctypes.c_void_p, start: float) -> None:
+    def _sleep(self, source: int, semaphore: ctypes.c_void_p) -> None:
+        clock = Clock(_SLICE_S)
         while True:
             has_left = self._visit and self._flags[source, _LEFT_FLAG] == self._visit
             deadline = time.monotonic() + _SLICE_S
@@ -174,4 +176,4 @@ class Signals:
                     f"replica {source} has finished this run while replica {self.rank} still waits for it; call "
                     f"backward(), step() and collectives equally often in every replica"
                 )
-            self.attend(time.monotonic() - start, [source])
+            self.attend(clock.now_s(), [source])

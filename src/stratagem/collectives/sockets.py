@@ -11,12 +11,12 @@ import os
 import select
 import socket
 import struct
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
+from stratagem._clock import Clock
 from stratagem.errors import CollectiveError
 
 _SLICE_S: Final = 0.1
@@ -96,7 +96,7 @@ class Sockets:
         _open.discard(self)
 
     def _move(self, wanted: dict[int, memoryview], attend: Attend, *, until_sent: bool) -> None:
-        start = time.monotonic()
+        clock = Clock(_SLICE_S)
         while wanted or (until_sent and any(self._unsent.values())):
             moved = False
             for rank, connection in self._connections.items():
@@ -109,7 +109,7 @@ class Sockets:
                     raise CollectiveError(f"the connection to {self.name(rank)} has ended ({name or error})") from None
             if not moved and not self._wait(wanted):
                 self._look(rank for rank in self._connections if rank in wanted or self._unsent[rank])
-                attend(time.monotonic() - start)
+                attend(clock.now_s())
 
     def _wait(self, wanted: Mapping[int, memoryview]) -> bool:
         """Whether within a slice of time there is something to do."""

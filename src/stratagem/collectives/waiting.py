@@ -6,6 +6,7 @@ from concurrent.futures import CancelledError, Future, wait
 from datetime import timedelta
 from typing import Any, Final, final
 
+from stratagem._clock import Clock
 from stratagem.errors import CollectiveError, StratagemError
 
 _SLICE_S: Final = 0.1
@@ -45,9 +46,9 @@ class Pending:
 
 def wait_in_slices(is_done: Callable[[float], bool], attend: Callable[[float], None]) -> None:
     """Waits until something is done; after each slice `attend` may raise and so end the wait."""
-    start = time.monotonic()
+    clock = Clock(_SLICE_S)
     while not is_done(_SLICE_S):
-        attend(time.monotonic() - start)
+        attend(clock.now_s())
 
 
 def is_over(future: "Future[Any]", patience_s: float) -> bool:
@@ -86,11 +87,11 @@ def outcome_of(
     # Nobody is left the work, nor the error of torch, which keeps it: whoever holds on to our error
     # must not hold on to sockets.
     work: Any = None
-    start = time.monotonic()
+    clock = Clock(_SLICE_S)
     try:
         work = begin()
         while attend is not None and not (_comes(work) if blocks else is_completed(work, _SLICE_S)):
-            attend(time.monotonic() - start)
+            attend(clock.now_s())
         work.wait()
     except RuntimeError as error:
         if isinstance(error, StratagemError):

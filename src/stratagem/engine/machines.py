@@ -15,6 +15,7 @@ from typing import final
 
 import torch
 
+from stratagem import _dtypes
 from stratagem._caller import warn_caller
 from stratagem.cluster.membership.membership import Membership
 from stratagem.cluster.membership.value_store import ClusterStore
@@ -42,10 +43,6 @@ _PATIENCE_S, _LOOK_S = 5.0, 0.02
 _LINGER_S = 5.0
 _REMIND_S = 60.0
 _PACKET_BYTES = 4 * 2**20
-_DTYPES = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
-    *(torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64),
-)
 
 
 @final
@@ -225,8 +222,10 @@ class Workers:
         self._doing = "join the results of the replicas"
         tensors = as_tensors("join", PerReplica(load_deferred(value.values)))
         header = [len(tensors), int(value.counts is not None)]
+        if why := next(filter(None, (_dtypes.why_not_sent(each.dtype) for each in tensors)), ""):
+            raise StrategyError(why)
         for each, count in zip(tensors, value.counts or [0] * len(tensors), strict=True):
-            header += [count, _DTYPES.index(each.dtype), each.dim(), *each.shape]
+            header += [count, _dtypes.CODES.index(each.dtype), each.dim(), *each.shape]
         payload = b"".join(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in tensors)
         packed = struct.pack(f"<i{len(header)}q", len(header), *header) + payload
         joined = [_unpack(each) for each in self.between.exchange("strategy.reduce or gather", packed)]
@@ -319,7 +318,7 @@ def _unpack(packed: bytes) -> tuple[list[torch.Tensor], list[int], bool]:
     for _ in range(number):
         count, code, num_dims = header[:3]
         shape, header = header[3 : 3 + num_dims], header[3 + num_dims :]
-        empty = torch.empty(shape, dtype=_DTYPES[code])
+        empty = torch.empty(shape, dtype=_dtypes.CODES[code])
         own, data = data[: empty.nbytes], data[empty.nbytes :]
         tensors.append(torch.frombuffer(own, dtype=empty.dtype).view(shape) if empty.nbytes else empty)
         counts.append(count)

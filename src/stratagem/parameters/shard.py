@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 
+from stratagem import _dtypes
 from stratagem.collectives.collective import is_finite
 from stratagem.errors import ParameterError
 from stratagem.parameters.protocol import OptimizerSpec, Outcome, Piece, Plain, Pulled, Push, Rows, ShardPlan, Verdict
@@ -240,6 +241,11 @@ class _Applier:
         for name, gradient in gradients.items():
             if name not in self._values:
                 return f"the optimizer does not have {name!r}; it has {', '.join(self._names)}"
+            if not _dtypes.is_updated_by_optimizers(self._values[name].dtype):
+                return (
+                    f"a gradient came for {name!r}; {name!r} is {_dtypes.name_of(self._values[name].dtype)}, which no "
+                    f"optimizer updates. Train it in float32, or assign its values"
+                )
             if isinstance(gradient, Rows) and self._kind not in _TAKES_ROWS:
                 return f"{self._kind.__name__} does not take rows, as came for {name!r}; use SGD, Adagrad or SparseAdam"
             if not isinstance(gradient, Rows) and self._kind is torch.optim.SparseAdam:

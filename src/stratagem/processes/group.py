@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+from stratagem._clock import Clock
 from stratagem.devices.host import Host
 from stratagem.errors import ReplicaDiedError, ReplicaError, ReplicaStalledError
 from stratagem.processes.child import DONE, PRINTED
@@ -146,9 +147,10 @@ class ReplicaGroup:
             ReplicaDiedError: A child has ended.
             ReplicaStalledError: A child did not answer in time.
         """
-        last_news = last_look = time.monotonic()
+        clock = Clock(_SLICE_S)
+        last_news = last_look = clock.now_s()
         while busy := [replica for replica in self.replicas if replica.busy]:
-            has_news, now = self.attend(timeout_s=_SLICE_S), time.monotonic()
+            has_news, now = self.attend(timeout_s=_SLICE_S), clock.now_s()
             if has_news:
                 last_news = now
             elif now - last_news > self._patience_s(busy, closing=closing):

@@ -150,16 +150,8 @@ class ForkServer:
         self._statuses: dict[int, int] = {}
         self._is_gone = False
         self.num_users = 0
-        modules = ", ".join(["stratagem.processes.forkserver", *_integrations.modules_for_children()])
-        command = f"import {modules}; stratagem.processes.forkserver.main({theirs.fileno()})"
         with theirs:
-            self._process = subprocess.Popen(
-                # -P: a file of the user's in the current folder must not stand in for a library.
-                [sys.executable, "-P", "-c", command],
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C is the controller's to handle, also before the server can say so
-                pass_fds=[theirs.fileno()],
-            )
+            self._process = _start_server(theirs.fileno())
 
     def order(self) -> tuple[int, socket.socket]:
         """Asks for a new child, without waiting for it: the number of the order and this end of its pipe."""
@@ -232,6 +224,17 @@ class ForkServer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_ENDING_S)  # it is about to
         return self._process.poll() is not None
+
+
+def _start_server(descriptor: int) -> "subprocess.Popen[bytes]":
+    modules = ", ".join(["stratagem.processes.forkserver", *_integrations.modules_for_children()])
+    return subprocess.Popen(
+        # -P: a file of the user's in the current folder must not stand in for a library.
+        [sys.executable, "-P", "-c", f"import {modules}; stratagem.processes.forkserver.main({descriptor})"],
+        stdin=subprocess.DEVNULL,
+        process_group=0,  # Ctrl-C is the controller's to handle, also before the server can say so
+        pass_fds=[descriptor],
+    )
 
 
 # A process that the program forks must not hold them: the server would not notice that the program is gone.

@@ -38,8 +38,6 @@ class Cluster(contextlib.ExitStack):
 
     def renew(self, index: int) -> None:
         """Puts a server that knows nothing in the place of one."""
-        self.servers[index].stop()
-        self._threads[index].join(PATIENCE_S)
         self.servers[index].close()
         self.servers[index] = ParameterServer(self.spec, index, **self._options)
         self._threads[index] = self._started(self.servers[index])
@@ -65,9 +63,7 @@ class Cluster(contextlib.ExitStack):
 
     def end(self) -> None:
         """Ends all servers, as if they had died."""
-        for server, thread in zip(self.servers, self._threads, strict=True):
-            server.stop()
-            thread.join(PATIENCE_S)
+        for server in self.servers:
             server.close()
 
     def ended(self) -> bool:

@@ -1,11 +1,20 @@
 """`stratagem run --ps`: workers are replaced alone, servers come back together, and a crash loop ends."""
 
+import contextlib
+import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from stratagem import _env
+from stratagem.cluster import token as tokens
+from tests.cluster import nursery
+from tests.cluster.tasks import free_ports
 
 PROGRAM = Path(__file__).parent / "train_program.py"
 
@@ -47,9 +56,7 @@ def test_worker_that_always_dies_ends_the_run(tmp_path: Path) -> None:  # F15
     assert starts(tmp_path)["ps-0"] == 1
 
 
-def test_worker_that_ends_without_closing_its_strategy_has_left(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text("""
+ENDS_WITHOUT_CLOSING = """
 import torch
 import stratagem as sg
 
@@ -66,9 +73,24 @@ def step():
 for _ in range(3 + 2 * strategy.input_pipeline[1]):
     strategy.run(step)
 print(f"{strategy.task} ends at version {strategy.version}")
-""")
-    command = [sys.executable, "-m", "stratagem", "run", "--workers", "2", "--ps", "1", "--show", "worker/0,worker/1"]
-    done = subprocess.run([*command, program], capture_output=True, text=True, timeout=110, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "worker/0 ends at version 3" in done.stdout
-    assert "worker/1 ends at version 5" in done.stdout
+"""
+
+
+def test_worker_that_ends_without_closing_its_strategy_has_left(tmp_path: Path, forked_tasks: None) -> None:
+    tokens.create(tmp_path / "secrets" / "token")
+    first, second, third = (f"127.0.0.1:{port}" for port in free_ports(3))
+    cluster = {"worker": [first, second], "ps": [third]}
+    with contextlib.ExitStack() as stack:
+        started = []
+        for job, index in (("ps", 0), ("worker", 0), ("worker", 1)):
+            place = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+            own = {_env.TF_CONFIG: place, _env.TOKEN_FILE: str(tmp_path / "secrets" / "token")}
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            program = nursery.Program(["-c", ENDS_WITHOUT_CLOSING], env={**os.environ, **own}, **pipes)
+            started.append(stack.enter_context(program))
+            stack.callback(program.kill)
+        _, *workers = started
+        for program, version in zip(workers, (3, 5), strict=True):
+            out, err = program.communicate(timeout=100)
+            assert (program.returncode, err) == (0, "")
+            assert out.endswith(f" ends at version {version}\n")

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import socket
 import threading
 import time
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 from stratagem.cluster import token as tokens
+from stratagem.cluster.io_thread import log
 from stratagem.errors import (
     AddressInUseError,
+    ClusterError,
     ClusterJoinError,
     ClusterSpecError,
     ClusterTimeoutError,
@@ -31,7 +34,10 @@ from stratagem.parameters.network.server.serving import ParameterServer
 from stratagem.parameters.network.shard_states import StateOfAll, described
 from stratagem.parameters.partitioning import make_plan
 from stratagem.parameters.protocol import OptimizerSpec, Variable, Verdict, describe_optimizer
+from tests.cluster.tasks import free_ports
+from tests.parameters.network.attacker import Attacker
 from tests.parameters.network.cluster import PATIENCE_S, Cluster, Trainer, same
+from tests.travelling import TRAVELLING
 
 NewCluster = Callable[..., Cluster]
 
@@ -315,13 +321,103 @@ def test_servers_may_come_one_long_after_the_other(token_file: Path) -> None:
     with contextlib.ExitStack() as stack:
         hasty = {"heartbeat_s": 0.1, "num_missed": 10}
         cluster = stack.enter_context(Cluster(num_ps=2, num_workers=1, **hasty))
-        cluster.servers[1].stop()
         cluster.servers[1].close()
         late = threading.Timer(2.0, cluster.renew, [1])
         late.start()
         stack.callback(late.join, PATIENCE_S)
         trainer = cluster.trainer(0, **hasty)
         assert [each.version for each in trainer.step(1)] == [1, 1]
+
+
+class _Stopped(logging.Handler):
+    """Holds the thread that logs something, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_here, self.may_go = threading.Event(), threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.is_here.set()
+        assert self.may_go.wait(PATIENCE_S)
+
+
+def test_close_waits_for_the_thread_that_serves(token_file: Path) -> None:
+    """The serving thread is in the middle of its round, held by a handler of logs, when another closes the server."""
+    spec = {"worker": ["127.0.0.1:1"], "ps": [f"127.0.0.1:{free_ports(1)[0]}"]}
+    failures: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            server.serve()
+        except BaseException as error:  # the test shows it
+            failures.append(error)
+
+    stopped = _Stopped()
+    with ParameterServer(spec, 0) as server, Attacker(spec) as stranger:
+        serving, closing = threading.Thread(target=serve), threading.Thread(target=server.close)
+        log.addHandler(stopped)
+        try:
+            serving.start()
+            stranger.send(b"what no client says")  # is refused, and logged
+            assert stopped.is_here.wait(PATIENCE_S)
+            closing.start()
+            closing.join(0.5)
+            has_waited = closing.is_alive()
+        finally:
+            stopped.may_go.set()
+            log.removeHandler(stopped)
+            serving.join(PATIENCE_S)
+            closing.join(PATIENCE_S)
+    assert not failures
+    assert has_waited
+    assert not serving.is_alive()
+    assert not closing.is_alive()
+
+
+def test_server_that_was_closed_serves_no_more(token_file: Path) -> None:
+    server = ParameterServer({"worker": ["127.0.0.1:1"], "ps": [f"127.0.0.1:{free_ports(1)[0]}"]}, 0).start()
+    server.close()
+    server.serve()  # as by a thread that begins late
+    with pytest.raises(ClusterError, match="ps/0 was closed; make a new ParameterServer"):
+        server.start()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_servers_keep_variables_of_every_type(new_cluster: NewCluster, *, shares_memory: bool) -> None:
+    values = {str(dtype): torch.arange(6).to(dtype) for dtype in TRAVELLING}
+    plan = make_plan([Variable(name, (6,), each.dtype, trained=False) for name, each in values.items()], 2)
+    client = new_cluster(num_ps=2).worker(0, shares_memory=shares_memory)
+    client.define(plan, [OptimizerSpec("SGD", (((), {"lr": 1.0}),))], values)
+    new = {name: torch.arange(5, -1, -1).to(each.dtype) for name, each in values.items()}
+    client.wait(client.push({}, assigned=new))
+    found = {name: torch.empty_like(each) for name, each in values.items()}
+    client.wait(client.pull(found))
+    saved = client.state().values
+    for name, each in new.items():
+        assert torch.equal(found[name].view(torch.uint8), each.view(torch.uint8))
+        assert saved[name].dtype == each.dtype
+        assert torch.equal(saved[name].view(torch.uint8), each.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.int64, torch.bool, torch.float8_e5m2], ids=str)
+def test_gradient_for_a_variable_that_no_optimizer_can_update_is_refused(
+    new_cluster: NewCluster, dtype: torch.dtype
+) -> None:
+    client = new_cluster().worker(0)
+    plan = make_plan([Variable("a", (3,), torch.float32), Variable("n", (3,), dtype)], 1)
+    values = {"a": torch.zeros(3), "n": torch.ones(3).to(dtype)}
+    client.define(plan, [OptimizerSpec("SGD", ((("a", "n"), {"lr": 1.0}),))], values)
+    (refused,) = client.wait(client.push({"n": values["n"]}))
+    assert refused.verdict is Verdict.REFUSED
+    assert f"'n' is {str(dtype).removeprefix('torch.')}, which no optimizer updates" in refused.reason
+    assert [each.version for each in client.wait(client.push({"a": torch.ones(3)}))] == [1]  # it is whole
+
+
+def test_variable_of_a_type_that_cannot_travel_is_refused(new_cluster: NewCluster) -> None:
+    plan = make_plan([Variable("q", (3,), torch.bits8, trained=False)], 1)
+    with pytest.raises(ParameterError, match=r"'q': a tensor of type bits8 cannot travel .*; types that can: bool,"):
+        new_cluster().worker(0).define(plan, [OptimizerSpec("SGD", (((), {"lr": 1.0}),))], {})
 
 
 def test_server_that_has_a_table_alone_tells_its_version_too(new_cluster: NewCluster) -> None:

@@ -146,7 +146,7 @@ class Follower:
         looking: asyncio.Task[None] | None = None
         try:
             channel.send(Kind.JOIN, self._own.to_body())
-            looking = asyncio.create_task(keep_looking(self._rhythm[0], self._beat, lambda _: None))
+            looking = asyncio.create_task(keep_looking(self._rhythm[0], self._beat, lambda: None))
             while True:
                 kind, body = await channel.receive()
                 if kind == Kind.HERE:
@@ -221,8 +221,8 @@ class Follower:
     def _beat(self) -> None:
         self._send(Kind.BEAT)
 
-    def _look(self, elapsed_s: float) -> None:
-        if self._keeper_is_gone is None and self._channel is not None and self._pulse.is_lost(elapsed_s):
+    def _look(self) -> None:
+        if self._keeper_is_gone is None and self._channel is not None and self._pulse.is_lost():
             why = self._pulse.why(self._channel)
             self._send(Kind.FAIL, {"why": f"it lost contact with {self._came[0].task}: {why}"})
             self._lose_keeper(why)

@@ -260,9 +260,9 @@ class Keeper:
     def _beat(self) -> None:
         self._tell_all(Kind.BEAT)
 
-    def _look(self, elapsed_s: float) -> None:
+    def _look(self) -> None:
         for joined in list(self._joined.values()):
-            if not joined.pulse.is_lost(elapsed_s):
+            if not joined.pulse.is_lost():
                 continue
             del self._joined[joined.member.task]
             if self._is_ready:

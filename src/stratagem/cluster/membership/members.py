@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final, final
 
+from stratagem._clock import Clock
 from stratagem.cluster.channel import Channel, ClosedError
 from stratagem.cluster.membership.member_messages import Body
 from stratagem.cluster.spec import Task
@@ -75,22 +76,26 @@ class Pulse:
     Args:
         heartbeat_s: After how long each sign of life follows the last.
         num_missed: After how many missed ones the other is lost.
+        monotonic: The clock that never stands still.
     """
 
-    def __init__(self, heartbeat_s: float, num_missed: int) -> None:
-        self._look_s = heartbeat_s / _LOOKS_PER_BEAT
+    def __init__(self, heartbeat_s: float, num_missed: int, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.clock = Clock(heartbeat_s / _LOOKS_PER_BEAT, monotonic)
         self._limit_s = (num_missed + 0.75) * heartbeat_s
-        self._silent_s = 0.0
+        self._heard_at = self.clock.now_s()
 
     def heard(self) -> None:
         """The other gave a sign of life."""
-        self._silent_s = 0.0
+        self._heard_at = self.clock.now_s()
 
-    def is_lost(self, elapsed_s: float) -> bool:
-        """Adds the time since the last look; tells whether the other has been silent for too long."""
-        # This process may have been stopped meanwhile, and what came then not be read yet.
-        self._silent_s += min(elapsed_s, 2 * self._look_s)
-        return self._silent_s >= self._limit_s
+    @property
+    def silent_s(self) -> float:
+        """For how long the other has given none."""
+        return self.clock.now_s() - self._heard_at
+
+    def is_lost(self) -> bool:
+        """Whether the other has been silent for too long; is to be asked four times in a beat."""
+        return self.silent_s >= self._limit_s
 
     def why(self, channel: Channel) -> str:
         """What its silence means."""
@@ -99,7 +104,7 @@ class Pulse:
             if channel.is_answered
             else "its machine does not answer either, or the network between is cut"
         )
-        return f"no sign of life for {self._silent_s:.1f} s; {reason}"
+        return f"no sign of life for {self.silent_s:.1f} s; {reason}"
 
 
 def why_closed(error: ClosedError) -> str:
@@ -107,21 +112,13 @@ def why_closed(error: ClosedError) -> str:
     return f"{error} without taking its leave; its process has ended" if error.by_other_side else str(error)
 
 
-async def keep_looking(heartbeat_s: float, beat: Callable[[], None], look: Callable[[float], None]) -> None:
-    """Gives a sign of life in every beat, and looks for those of others four times in it, until cancelled.
-
-    Args:
-        beat: Gives a sign of life.
-        look: Is told how long ago the last look was.
-    """
-    last = time.monotonic()
+async def keep_looking(heartbeat_s: float, beat: Callable[[], None], look: Callable[[], None]) -> None:
+    """Gives a sign of life in every beat, and looks for those of others four times in it, until cancelled."""
     while True:
         beat()
         for _ in range(_LOOKS_PER_BEAT):
             await asyncio.sleep(heartbeat_s / _LOOKS_PER_BEAT)
-            now = time.monotonic()
-            look(now - last)
-            last = now
+            look()
 
 
 def check_rhythm(heartbeat_s: float, num_missed: int) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+from stratagem._clock import Clock
 from stratagem.engine.queued.step import Step
 from stratagem.errors import ReplicaDiedError
 from stratagem.objects import per_replica
@@ -49,7 +50,8 @@ class Worker:
         self.news: Any = None  # what it has not been told yet
         self.is_leaving, self.killed_because = False, ""
         self.stopped_since: float | None = None
-        self.last_news = time.monotonic()
+        self.clock = Clock(_SLICE_S)
+        self.last_news = self.clock.now_s()
         self._registry, self._timeout_s = registry, timeout_s
         self._children = ForkedChildren()
         self._children.begin(1)
@@ -62,7 +64,7 @@ class Worker:
     def start(self) -> None:
         """Waits for the process to be there."""
         ((self.process, self.wire),) = self._children.start(self._registry, self._timeout_s)
-        self.last_news = time.monotonic()
+        self.last_news = self.clock.now_s()
 
     def send(self, function: Callable[..., Any], arguments: tuple[Any, ...], reference: Any = None) -> int:
         """Sends a call; its number comes back with the answer."""
@@ -191,7 +193,7 @@ class Crew:
         step = Step(function, arguments, {}, is_own=True)
         number = worker.send(function, arguments, reference)
         if not worker.steps:
-            worker.last_news = time.monotonic()  # it was silent because it had nothing to do
+            worker.last_news = worker.clock.now_s()  # it was silent because it had nothing to do
         worker.steps.append((number, step))
         return step
 
@@ -253,12 +255,12 @@ class Crew:
                     raise
                 continue
             if not worker.steps:
-                worker.last_news = time.monotonic()
+                worker.last_news = worker.clock.now_s()
             worker.steps.append((number, step))
             step.is_sent = True
 
     def _take(self, worker: Worker) -> None:
-        worker.last_news = time.monotonic()
+        worker.last_news = worker.clock.now_s()
         try:
             kind, *content = worker.wire.receive()
         except (EOFError, ConnectionResetError, TimeoutError):
@@ -290,7 +292,7 @@ class Crew:
                 worker.stopped_since = worker.stopped_since or now
                 if now - worker.stopped_since > _STOPPED_S:
                     self._lose(worker, f"was stopped for {_STOPPED_S:.1f} s")
-            elif now - worker.last_news > self.stall_timeout_s:
+            elif worker.clock.now_s() - worker.last_news > self.stall_timeout_s:
                 worker.process.show_stack()
                 self._lose(worker, f"did not answer for {self.stall_timeout_s:.1f} s; raise stall_timeout_s if it must")
             else:

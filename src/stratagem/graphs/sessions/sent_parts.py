@@ -12,13 +12,14 @@ from typing import Any, Final, NoReturn, final
 
 import torch
 
+from stratagem._dtypes import DTYPES, name_of
 from stratagem.devices.spec import DeviceSpec
 from stratagem.errors import ProtocolError, SessionError
 from stratagem.graphs.nodes import Kind, Node, Output, Size
 from stratagem.graphs.sessions import allowed_operations
 from stratagem.graphs.sessions.node_devices import Place
 from stratagem.graphs.sessions.partition import Part, frees_of
-from stratagem.graphs.sessions.sent_tensors import DTYPES, PartSizes, empty_of, header_of, refuse, require
+from stratagem.graphs.sessions.sent_tensors import PartSizes, empty_of, header_of, refuse, require
 
 _MOST_NODES: Final = 10**6
 _MOST_LIST: Final = 10**5
@@ -145,8 +146,8 @@ def _encode(value: Any, refer_to: Any) -> Any:
             return value
         case list() | tuple():
             return [_encode(each, refer_to) for each in value]
-        case torch.dtype() if str(value).removeprefix("torch.") in DTYPES:
-            return {"dtype": str(value).removeprefix("torch.")}
+        case torch.dtype() if name_of(value) in DTYPES:
+            return {"dtype": name_of(value)}
         case torch.memory_format():
             return {"format": str(value).removeprefix("torch.")}
         case torch.device():

@@ -6,18 +6,12 @@ from typing import Any, Final, NoReturn, cast, final
 
 import torch
 
+from stratagem import _dtypes
 from stratagem.errors import ProtocolError, SessionError
 from stratagem.graphs.nodes import Size
 
 MOST_BYTES: Final = 2**36
 _MOST_DIMENSIONS: Final = 64
-DTYPES: Final = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
-        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
-    )
-}
 
 
 @final
@@ -36,13 +30,10 @@ class PartSizes:
 
 def header_of(tensor: torch.Tensor, sizes: "PartSizes | None" = None) -> dict[str, Any]:
     """The type and shape of a tensor; an unknown size as the number that goes with each run."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise SessionError(
-            f"a tensor of type {name} cannot travel to another task; types that can: {', '.join(DTYPES)}"
-        )
+    if why := _dtypes.why_not_sent(tensor.dtype):
+        raise SessionError(why)
     shape = [each if sizes is None or type(each) is int else sizes.refer_to(each) for each in tensor.shape]
-    return {"dtype": name, "shape": shape}
+    return {"dtype": _dtypes.name_of(tensor.dtype), "shape": shape}
 
 
 def empty_of(header: Any, device: str = "cpu", numbers: Sequence[int | float] = ()) -> torch.Tensor:
@@ -59,7 +50,7 @@ def empty_of(header: Any, device: str = "cpu", numbers: Sequence[int | float] = 
     if not isinstance(header, dict) or header.keys() != {"dtype", "shape"} or not isinstance(header["shape"], list):
         refuse("the header of a tensor")
     shape = [_size(each, numbers) for each in header["shape"]]
-    dtype = DTYPES.get(header["dtype"]) if isinstance(header["dtype"], str) else None
+    dtype = _dtypes.DTYPES.get(header["dtype"]) if isinstance(header["dtype"], str) else None
     if not _is_shape(shape) or dtype is None or math.prod(shape) * dtype.itemsize > MOST_BYTES:
         refuse("the type or size of a tensor")
     return torch.empty(shape, dtype=dtype, device=device)

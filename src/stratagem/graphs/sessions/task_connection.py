@@ -8,16 +8,17 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Self, final
 
 import torch
 
+from stratagem import _clock
 from stratagem.cluster import channel as channels
 from stratagem.cluster.address import Address
 from stratagem.cluster.channel import Channel, ClosedError
 from stratagem.cluster.membership.member_messages import MOST_BYTES, Body, Kind
+from stratagem.cluster.membership.members import Pulse, keep_looking
 from stratagem.cluster.token import Token
 from stratagem.devices.memory import OutOfMemoryError
 from stratagem.errors import DeviceNotFoundError, ProtocolError, SessionError, TaskLostError
@@ -45,7 +46,7 @@ async def receive_pieces(channel: Channel, into: memoryview, noted: Callable[[],
         TimeoutError: The other side has stopped in the middle.
     """
     for start in range(0, len(into), MOST_BYTES):
-        async with asyncio.timeout(SILENCE_S):
+        async with _clock.timeout(SILENCE_S):
             await channel.receive_bytes(into[start : start + MOST_BYTES])
         noted()
 
@@ -75,9 +76,9 @@ class TaskConnection:
         self._numbers = itertools.count()
         self._calls: dict[int, _Call] = {}
         self._gone: str | None = None
-        self._heard_at = time.monotonic()
-        self._silence_s = _OPENING_S
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._keep_alive())]
+        self._pulse = Pulse(HEARTBEAT_S, round(_OPENING_S / HEARTBEAT_S))
+        self._listening = asyncio.create_task(self._listen())
+        self._watching = asyncio.create_task(self._keep_alive())
 
     @classmethod
     async def connect(cls, name: str, address: Address, token: Token) -> Self:
@@ -100,7 +101,7 @@ class TaskConnection:
     async def open(self, options: Body) -> Body:
         """Opens the session in the task; the first one may have to wait until torch is loaded there."""
         about = await self.call("open", options)
-        self._silence_s = HEARTBEAT_S * NUM_MISSED
+        self._pulse = Pulse(HEARTBEAT_S, NUM_MISSED)
         return about
 
     async def call(
@@ -151,9 +152,8 @@ class TaskConnection:
     async def close(self) -> None:
         """Ends the connection."""
         self._lose("the session was closed", by_task=False)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._listening.cancel()
+        await asyncio.gather(self._listening, self._watching, return_exceptions=True)
 
     async def _listen(self) -> None:
         try:
@@ -182,23 +182,27 @@ class TaskConnection:
             call.answer.set_result(reply)
 
     def _note_life(self) -> None:
-        self._heard_at = time.monotonic()
+        self._pulse.heard()
 
     async def _keep_alive(self) -> None:
         """A task that stops or is cut off closes no connection: it falls silent."""
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            if time.monotonic() - self._heard_at > self._silence_s:
-                self._lose(f"it has given no sign of life for {self._silence_s:g} s")
-                return
-            if not self._sending.locked():  # while tensors are on their way, they are the sign
-                with contextlib.suppress(ClosedError):
-                    self._channel.send(Kind.BEAT)
+        await asyncio.sleep(HEARTBEAT_S)  # what comes first is a call
+        await keep_looking(HEARTBEAT_S, self._beat, self._look)
+
+    def _beat(self) -> None:
+        if not self._sending.locked():  # while tensors are on their way, they are the sign
+            with contextlib.suppress(ClosedError):
+                self._channel.send(Kind.BEAT)
+
+    def _look(self) -> None:
+        if self._gone is None and self._pulse.is_lost():
+            self._lose(self._pulse.why(self._channel))
 
     def _lose(self, why: str, *, by_task: bool = True) -> None:
         if self._gone is None:
             self._gone = f"{self.name} is gone: {why}" if by_task else why
         self._channel.abort()
+        self._watching.cancel()
         error: Any = TaskLostError(self._gone) if by_task else SessionError(self._gone)
         for call in self._calls.values():
             if not call.answer.done():

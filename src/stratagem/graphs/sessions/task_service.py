@@ -15,6 +15,7 @@ from typing import Any, Final, final
 
 import torch
 
+from stratagem import _clock
 from stratagem.cluster import strict_json
 from stratagem.cluster.channel import Channel
 from stratagem.cluster.membership.member_messages import Body, Kind, shortened
@@ -122,7 +123,7 @@ class _Conversation:
                     self._channel.send(Kind.BEAT)
             else:
                 raise ProtocolError(f"{kind.name} came in the middle of a session")
-            async with asyncio.timeout(SILENCE_S):
+            async with _clock.timeout(SILENCE_S):
                 kind, body = await self._channel.receive()
 
     def end(self) -> None:

@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import final
 
+from stratagem._clock import Clock
 from stratagem.processes.region import Region
 
 _FLOCK = struct.Struct("@hhqqi4x")  # the kernel's own: kind, from where, start, length, process
 _LOOK_S = 1e-3
+_COUNTED_S = 0.1  # a process that waits for a core takes longer than a look
 
 
 @final
@@ -50,13 +52,13 @@ class Locks:
         if self.while_waiting is None:
             fcntl.lockf(self.region.descriptor, kind, 1, number)
             return
-        began = time.monotonic()
+        clock = Clock(_COUNTED_S)
         while True:
             try:
                 fcntl.lockf(self.region.descriptor, kind | fcntl.LOCK_NB, 1, number)
                 return
             except BlockingIOError:
-                self.while_waiting(self._holder(number), time.monotonic() - began)
+                self.while_waiting(self._holder(number), clock.now_s())
                 time.sleep(_LOOK_S)
 
     def _holder(self, number: int) -> int:

@@ -8,8 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-import torch
-
+from stratagem import _dtypes
 from stratagem.cluster import fields
 from stratagem.cluster.fields import WHOLE, Body, Check, is_flag, is_mapping, is_text, shortened
 from stratagem.errors import ParameterError, ProtocolError
@@ -19,13 +18,6 @@ from stratagem.parameters.protocol import OptimizerSpec, Piece, Plain, ShardPlan
 __all__ = ["Body", "decode", "done", "encode", "shortened"]
 
 _MOST_DIMENSIONS: Final = 64
-DTYPES: Final = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    )
-}
 
 
 def _count(value: Any) -> bool:
@@ -70,7 +62,7 @@ def _options(value: Any) -> bool:
     return isinstance(value, dict) and all(map(is_text, value)) and all(map(_plain, value.values()))
 
 
-_VARIABLE: Final = _row_of(is_text, _list_of(_count), DTYPES.__contains__, is_flag, is_flag)
+_VARIABLE: Final = _row_of(is_text, _list_of(_count), _dtypes.DTYPES.__contains__, is_flag, is_flag)
 _OPTIMIZER: Final = _row_of(is_text, _list_of(_row_of(_list_of(is_text), _options)))
 LIKE: Final = "like"
 
@@ -78,7 +70,7 @@ LIKE: Final = "like"
 def _form(value: Any) -> bool:
     """Of a part of an optimizer's state: a tensor as its variable, one number in a tensor of a dtype, or a number."""
     if isinstance(value, str):
-        return value == LIKE or value in DTYPES
+        return value == LIKE or value in _dtypes.DTYPES
     return type(value) in (bool, int, float) and math.isfinite(value)
 
 
@@ -171,11 +163,18 @@ def done(**fields: Any) -> Body:
 
 
 def plan_to_body(plan: ShardPlan) -> Body:
-    """A plan as the fields of a body."""
+    """A plan as the fields of a body.
+
+    Raises:
+        ParameterError: A variable has a type that cannot travel.
+    """
+    for each in plan.variables:
+        if why := _dtypes.why_not_sent(each.dtype):
+            raise ParameterError(f"no server can keep {each.name!r}: {why}")
     places = {variable.name: place for place, variable in enumerate(plan.variables)}
     return {
         "variables": [
-            [each.name, list(each.shape), str(each.dtype).removeprefix("torch."), each.sparse, each.trained]
+            [each.name, list(each.shape), _dtypes.name_of(each.dtype), each.sparse, each.trained]
             for each in plan.variables
         ],
         "shards": [[[places[piece.name], piece.first, piece.last] for piece in shard] for shard in plan.shards],
@@ -189,7 +188,7 @@ def plan_from_body(body: Body) -> ShardPlan:
         ProtocolError: They describe none.
     """
     variables = tuple(
-        Variable(name, tuple(shape), DTYPES[dtype], sparse, trained)
+        Variable(name, tuple(shape), _dtypes.DTYPES[dtype], sparse, trained)
         for name, shape, dtype, sparse, trained in body["variables"]
     )
     for each in variables:

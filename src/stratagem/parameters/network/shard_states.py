@@ -6,8 +6,9 @@ from typing import Any, Final, final
 
 import torch
 
+from stratagem._dtypes import DTYPES, name_of
 from stratagem.errors import ParameterError
-from stratagem.parameters.network.bodies import DTYPES, LIKE, Body
+from stratagem.parameters.network.bodies import LIKE, Body
 from stratagem.parameters.protocol import Piece, ShardPlan, Variable
 
 Tensors = Sequence[torch.Tensor]
@@ -150,7 +151,7 @@ def form_of(value: Any) -> Any:
     """How a part of an optimizer's state is described: as its variable, as one number of a dtype, or by itself."""
     if not isinstance(value, torch.Tensor):
         return value
-    return LIKE if value.dim() else str(value.dtype).removeprefix("torch.")
+    return LIKE if value.dim() else name_of(value.dtype)
 
 
 def room(piece: Piece) -> torch.Tensor:

@@ -94,7 +94,7 @@ class Talk:
         self._bell.close()
 
     def _run(self) -> None:
-        last = next_beat = time.monotonic()
+        next_beat = time.monotonic()
         while self._ending is None:
             self._wait_for_sockets()
             with self._lock:
@@ -106,28 +106,26 @@ class Talk:
                     connection.fail(self._error)
                 continue
             now = time.monotonic()
-            elapsed_s = now - last if now - last >= self._heartbeat_s / 4 else 0.0
             for number, connection in enumerate(self._connections):
                 try:
-                    self._attend(connection, elapsed_s, beat=now >= next_beat)
+                    self._attend(connection, beat=now >= next_beat)
                 except Exception as error:  # whatever it is, whoever waits must hear of it
                     self._error = self._explained(number, error)
                     self._bell.ring()
                     break
             next_beat = now + self._heartbeat_s if now >= next_beat else next_beat
-            last = now if elapsed_s else last
         for connection in self._connections:
             connection.fail(ClusterError(f"{self._name} has left its servers"))
             if self._error is None:
                 connection.leave(is_done=self._ending)
 
     @staticmethod
-    def _attend(connection: Connection, elapsed_s: float, *, beat: bool) -> None:
+    def _attend(connection: Connection, *, beat: bool) -> None:
         connection.receive()
         connection.send()
         if beat:
             connection.beat()
-        if elapsed_s and connection.is_silent(elapsed_s):
+        if connection.is_silent():
             raise EndedError("it gave no sign of life; it is stopped, or the network between is cut")
         if connection.owes_s > _STUCK_S:
             raise EndedError(f"it has stopped in the middle of an answer, {_STUCK_S:g} s ago")

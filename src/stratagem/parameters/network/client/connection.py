@@ -213,14 +213,14 @@ class Connection:
             self._unsent = self._sealer.seal(Kind.BEAT, bodies.encode(Kind.BEAT, {}))
             self.send()
 
-    def is_silent(self, elapsed_s: float) -> bool:
+    def is_silent(self) -> bool:
         """Whether the server has given no sign of life for too long."""
-        return self._pulse.is_lost(elapsed_s)
+        return self._pulse.is_lost()
 
     @property
     def owes_s(self) -> float:
         """For how long the server has not gone on with an answer that it began."""
-        return 0.0 if self._inflow is None else time.monotonic() - self._heard_at
+        return 0.0 if self._inflow is None else self._pulse.clock.now_s() - self._heard_at
 
     def send(self) -> None:
         """Sends what there is room for."""
@@ -307,7 +307,7 @@ class Connection:
             if self._inflow is None or header.request != self._number:
                 raise ProtocolError("data came that nobody asked for")
             self._inflow.take(self._opener, frame, header)
-            self._heard_at = time.monotonic()
+            self._heard_at = self._pulse.clock.now_s()
         else:
             body = bodies.decode(header.kind, self._opener.open(frame, header))
             if header.kind == Kind.FENCED:
@@ -325,7 +325,7 @@ class Connection:
                 raise ProtocolError(f"a server does not send {header.kind.name}")
             current.answer = body
             self._inflow = Inflow(current.rooms(body))
-            self._heard_at = time.monotonic()
+            self._heard_at = self._pulse.clock.now_s()
         self._pulse.heard()
         if current is not None and self._inflow is not None and self._inflow.is_complete:
             current.received = self._inflow.tensors

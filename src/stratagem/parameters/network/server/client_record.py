@@ -1,6 +1,5 @@
 """What a parameter server knows of one client: keys, what is coming from it, what is going to it."""
 
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final, final
@@ -60,19 +59,19 @@ class Session:
     def expect(self, kind: Kind, body: Body, request: int, tensors: Sequence[torch.Tensor]) -> None:
         """A request has begun; these are to come."""
         self._asked, self._inflow = (kind, body, request), Inflow(tensors)
-        self._heard_at = time.monotonic()
+        self._heard_at = self.pulse.clock.now_s()
 
     def take(self, frame: Bytes, header: Header) -> None:
         """The next bytes of the request."""
         if self._inflow is None or self._asked is None or header.request != self._asked[2]:
             raise ProtocolError("data came for no request")
         self._inflow.take(self._opener, frame, header)
-        self._heard_at = time.monotonic()
+        self._heard_at = self.pulse.clock.now_s()
 
     @property
     def owes_s(self) -> float:
         """For how long it has not sent what it announced."""
-        return 0.0 if self._inflow is None else time.monotonic() - self._heard_at
+        return 0.0 if self._inflow is None else self.pulse.clock.now_s() - self._heard_at
 
     def whole_request(self) -> tuple[Kind, Body, int, Sequence[torch.Tensor]] | None:
         """The request that is under way, once all of it has come."""
@@ -108,7 +107,7 @@ class Session:
 
     def stuck_s(self) -> float:
         """It could not be sent; tells for how long that has been so."""
-        now = time.monotonic()
+        now = self.pulse.clock.now_s()
         self._stuck_since = min(self._stuck_since, now)
         return now - self._stuck_since
 

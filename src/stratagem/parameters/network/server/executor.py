@@ -19,7 +19,7 @@ from stratagem.parameters.network.bodies import Body
 from stratagem.parameters.network.frames import Kind
 from stratagem.parameters.network.server.client_requests import Request
 from stratagem.parameters.network.server.held_pushes import Holds
-from stratagem.parameters.network.server.pacing import Pace, Pacing
+from stratagem.parameters.network.server.pacing import LOOK_S, Pace, Pacing
 from stratagem.parameters.network.shard_states import described, room, state_of, state_rooms
 from stratagem.parameters.protocol import OptimizerSpec, Outcome, Piece, Push, Rows, ShardPlan, Verdict
 from stratagem.parameters.shard import Shard
@@ -141,7 +141,7 @@ class Desk:
     def _patience_s(self) -> float | None:
         if self._holds.is_any:
             return 0.05
-        return 0.5 if self._pace is not None and self._pace.is_anybody_waiting else None
+        return LOOK_S if self._pace is not None and self._pace.is_anybody_waiting else None
 
     def _carry_out(self, request: Request) -> None:
         self._try(request, functools.partial(self._HANDLERS[request.kind], self))

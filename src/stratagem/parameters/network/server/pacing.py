@@ -5,17 +5,18 @@ are, so that clocks and rounds are the same in each, and whoever is slowest wait
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import torch
 
+from stratagem._clock import Clock
 from stratagem.errors import ParameterError, StratagemError
 from stratagem.parameters.network.server.client_requests import Request, name_of
 from stratagem.parameters.protocol import Outcome, Push, Rows, Verdict
 from stratagem.parameters.shard import Shard
 
+LOOK_S: Final = 0.5
 _ROUNDS: Final = -1
 """The worker in whose name a shard applies what several have pushed."""
 
@@ -91,6 +92,7 @@ class Pace:
         self._shard = shard
         self._answer = answer
         self._fail = fail
+        self._clock = Clock(LOOK_S)
         self._clocks: dict[int, int] = {}
         self._left: set[int] = set()
         self._lost: set[int] = set()
@@ -140,7 +142,7 @@ class Pace:
             outcome = self._shard.push(push)
             if outcome.is_applied and push.worker in self._clocks:
                 self._clocks[push.worker] = request.body["clock"]
-            self._waiting[push.worker] = _Waiting(request, push, outcome, time.monotonic())
+            self._waiting[push.worker] = _Waiting(request, push, outcome, self._clock.now_s())
         elif not push.incarnation:
             self._answer(request, Outcome(Verdict.FENCED, self._shard.version, reason="it was declared lost"))
             return None
@@ -150,7 +152,7 @@ class Pace:
             self._answer(request, Outcome(Verdict.STALE, self._shard.version, max(0, late), reason))
             return None
         else:
-            self._waiting[push.worker] = _Waiting(request, push, None, time.monotonic())
+            self._waiting[push.worker] = _Waiting(request, push, None, self._clock.now_s())
         self.look()
         return outcome
 
@@ -164,7 +166,7 @@ class Pace:
                     self._answer(each.request, each.outcome)
         elif self._waiting:
             self._complete()
-        now = time.monotonic()
+        now = self._clock.now_s()
         if any(now - each.since > self._pacing.stall_s for each in self._waiting.values()):
             self._fail_all(self._stalled())
 

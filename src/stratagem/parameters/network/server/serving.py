@@ -4,6 +4,7 @@ Owns who may talk to the shard, for how long somebody may be silent or not read,
 done. What requests mean is `desk`'s, what is under way with one client `session`'s.
 """
 
+import functools
 import os
 import threading
 import time
@@ -21,7 +22,7 @@ from stratagem.cluster.listening import listen
 from stratagem.cluster.membership.compatibility import Introduction
 from stratagem.cluster.membership.members import Pulse, check_rhythm
 from stratagem.cluster.spec import PS, TRAINING, ClusterLike, ClusterSpec
-from stratagem.errors import ClusterSpecError, ProtocolError, StratagemError
+from stratagem.errors import ClusterError, ClusterSpecError, ProtocolError, StratagemError
 from stratagem.parameters.network import bodies, encryption, frames, zmq_sockets
 from stratagem.parameters.network.bodies import Body
 from stratagem.parameters.network.encryption import Handshake
@@ -44,6 +45,7 @@ _LOG_S: Final = 10.0
 _RETURN_S: Final = 60.0
 _FRAMES_AT_ONCE: Final = 32
 _STUCK_MS: Final = 2
+_CLOSE_S: Final = 30.0
 
 
 @final
@@ -96,6 +98,7 @@ class ParameterServer:
         self._fenced: OrderedDict[bytes, Session] = OrderedDict()
         self._answers: deque[tuple[Session, Kind, Body, int, Sequence[torch.Tensor]]] = deque()
         self._told = threading.Event()
+        self._serving = threading.Lock()  # held by the thread that uses the sockets
         self._is_chief_done = False
         self._absent = {task.name for task in self.spec.tasks if task.job in TRAINING}
         self._alone_since = time.monotonic()
@@ -106,9 +109,12 @@ class ParameterServer:
         """Begins to listen.
 
         Raises:
+            ClusterError: The server was closed.
             AddressInUseError: Another program listens at the address.
             AddressError: The address is not one of this machine.
         """
+        if self._context.closed:
+            raise ClusterError(f"{self.task.name} was closed; make a new ParameterServer")
         if self._router is None:
             # The first optimizer of a process takes a second; now nobody waits for it.
             torch.optim.SGD([torch.zeros(1)])
@@ -122,15 +128,17 @@ class ParameterServer:
 
         For a task that has not come yet, or was lost and may come back, a server waits a minute.
         """
-        router = self.start()._router
-        if router is None:
-            return
+        with self._serving:
+            router = None if self._told.is_set() else self.start()._router
+            if router is not None:
+                self._serve(router)
+
+    def _serve(self, router: "zmq.Socket[bytes]") -> None:
         poller = zmq.Poller()
-        poller.register(router, zmq.POLLIN)
-        poller.register(self._bell.descriptor, zmq.POLLIN)
-        poller.register(self._door.socket, zmq.POLLIN)
+        for each in (router, self._bell.descriptor, self._door.socket):
+            poller.register(each, zmq.POLLIN)
         heartbeat_s = self._rhythm[0]
-        last = next_beat = time.monotonic()
+        next_look = next_beat = time.monotonic()
         while not (self._told.is_set() or self._is_done()):
             waiting = any(session.has_frames for session in self._sessions.values())
             poller.poll(_STUCK_MS if waiting else int(250 * heartbeat_s))
@@ -148,9 +156,9 @@ class ParameterServer:
                 for session in list(self._sessions.values()):
                     if not session.has_frames:  # which are a sign of life, too
                         self._answer(session, Kind.BEAT, {}, 0, ())
-            if now - last >= heartbeat_s / 4:
-                self._look(now - last)
-                last = now
+            if now >= next_look:
+                next_look = now + heartbeat_s / 4
+                self._look()
 
     def stop(self) -> None:
         """Has `serve` return; may be called in any thread, and in a signal handler."""
@@ -158,15 +166,20 @@ class ParameterServer:
         self._bell.ring()
 
     def close(self) -> None:
-        """Ends all connections. A second time it does nothing."""
+        """Has `serve` return, then ends all connections. Not for signal handlers. A second time it does nothing."""
         self.stop()
-        router, self._router = self._router, None
-        if router is not None:
-            self._desk.stop()
-            router.close(linger=0)
-        self._door.close()
-        self._context.term()
-        self._bell.close()
+        if not self._serving.acquire(timeout=_CLOSE_S):
+            raise ClusterError(f"{self.task.name} still serves {_CLOSE_S:g} s after stop(); close() it after serve()")
+        try:
+            router, self._router = self._router, None
+            if router is not None:
+                self._desk.stop()
+                router.close(linger=0)
+            self._door.close()
+            self._context.term()
+            self._bell.close()
+        finally:
+            self._serving.release()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -217,7 +230,8 @@ class ParameterServer:
         if whole is not None:
             kind, body, request, tensors = whole
             session.is_busy = True
-            answer, nearby = _Answering(self, session, request), session.nearby if body.get("is_shared") else None
+            answer = functools.partial(self._answer_later, session, request)
+            nearby = session.nearby if body.get("is_shared") else None
             self._desk.put(Request(number_of(session.name), kind, body, tensors, answer, nearby))
 
     def _greet(self, router: "zmq.Socket[bytes]", identity: bytes, frame: memoryview) -> None:
@@ -293,8 +307,8 @@ class ParameterServer:
 
     # What goes
 
-    def answer_later(
-        self, session: Session, kind: Kind, body: Body, request: int, tensors: Sequence[torch.Tensor]
+    def _answer_later(
+        self, session: Session, request: int, kind: Kind, body: Body, tensors: Sequence[torch.Tensor]
     ) -> None:
         """Sends an answer; from the thread of the desk."""
         self._answers.append((session, kind, body, request, tensors))
@@ -330,9 +344,9 @@ class ParameterServer:
                     break
                 session.sent()
 
-    def _look(self, elapsed_s: float) -> None:
+    def _look(self) -> None:
         for session in list(self._sessions.values()):
-            if session.pulse.is_lost(elapsed_s):
+            if session.pulse.is_lost():
                 self._drop(session, "it gave no sign of life")
             elif session.owes_s > self._slow_reader_s:
                 self._drop(session, f"it has not sent what it announced within {self._slow_reader_s:g} s")
@@ -375,17 +389,6 @@ class ParameterServer:
         if time.monotonic() >= self._next_log:
             self._next_log = time.monotonic() + _LOG_S
             log.warning("%s refused a message (%d so far): %s", self.task.name, self.num_refused, error)
-
-
-@final
-class _Answering:
-    """Sends the answer to one request, from the thread of the desk."""
-
-    def __init__(self, server: ParameterServer, session: Session, request: int) -> None:
-        self._server, self._session, self._request = server, session, request
-
-    def __call__(self, kind: Kind, body: Body, tensors: Sequence[torch.Tensor]) -> None:
-        self._server.answer_later(self._session, kind, body, self._request, tensors)
 
 
 def _try_send(router: "zmq.Socket[bytes]", identity: bytes, frame: bytes | memoryview) -> None:
