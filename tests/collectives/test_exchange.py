@@ -29,6 +29,7 @@ class Case:
     absent: tuple[tuple[int, int], ...] = ()  # replica, segment
     poison: tuple[tuple[int, int, float], ...] = ()  # replica, element, value
     window_bytes: int = 1 << 20  # more than the vector has
+    small: int = 2000  # some segments are, some are not
 
     def vector(self, rank: int) -> torch.Tensor:
         vector = torch.randn(NUM_ELEMENTS, generator=seeded(rank)).to(self.dtype)
@@ -50,7 +51,7 @@ class Case:
 def total(rank: int, size: int, regions: list[Region], case: Case) -> dict[str, Any]:
     control, slots, summed = regions
     signals = meeting_point(control, rank, size)
-    exchange = Exchange(slots, summed, case.dtype, SEGMENTS, NUM_ELEMENTS, signals, case.window_bytes)
+    exchange = Exchange(slots, summed, case.dtype, SEGMENTS, NUM_ELEMENTS, signals, case.window_bytes, small=case.small)
     vector = case.vector(rank)
     before = vector.clone()
     vectors = case.segments(rank, vector)
@@ -154,6 +155,49 @@ def test_sum_is_the_same_in_any_number_of_windows(replicas: Replicas, window_byt
     results = run(replicas, case)
     assert_sums(results, case)
     assert all(same_bits(result["sum"], whole[0]["sum"]) for result in results)
+
+
+@pytest.mark.parametrize("small", [0, 1 << 20])
+def test_sum_is_the_same_whether_segments_are_summed_together_or_alone(replicas: Replicas, small: int) -> None:
+    for absent in ((), ((0, 3), (1, 0))):
+        case = Case(small=small, absent=absent, window_bytes=8000)
+        results, mixed = run(replicas, case), run(replicas, replace(case, small=2000))
+        assert_sums(results, case)
+        assert all(same_bits(result["sum"], mixed[0]["sum"]) for result in results)
+
+
+FORMS = [((30, 40), (40, 1)), ((30, 40), (1, 30)), ((2, 3, 4, 50), (600, 1, 150, 3)), ((5,), (1,))]
+
+
+def sum_of_forms(rank: int, size: int, regions: list[Region], window_bytes: int) -> list[torch.Tensor]:
+    control, slots, summed = regions
+    signals = meeting_point(control, rank, size)
+    lengths = [torch.Size(shape).numel() for shape, _ in FORMS]
+    segments = [(sum(lengths[:number]), length) for number, length in enumerate(lengths)]
+    exchange = Exchange(
+        slots, summed, torch.float32, segments, sum(lengths), signals, window_bytes, forms=FORMS, small=1 << 20
+    )
+    # Gradients come in the layout of the parameter or row by row.
+    generator = seeded(rank)
+    given = [torch.randn(shape, generator=generator) for shape, _ in FORMS]
+    laid = [torch.empty_strided(*form).copy_(each) for each, form in zip(given, FORMS, strict=True)]
+    exchange.add_up(laid if rank == 1 else given)
+    signals.barrier()
+    flat = [exchange.sum[offset : offset + length] for offset, length in segments]
+    return [each.as_strided(*form).clone() for each, form in zip(flat, FORMS, strict=True)]
+
+
+@pytest.mark.parametrize("window_bytes", [1 << 20, 1000])
+def test_small_segments_may_come_in_any_layout(replicas: Replicas, window_bytes: int) -> None:
+    numel = sum(torch.Size(shape).numel() for shape, _ in FORMS)
+    slot_bytes = Exchange.num_slot_bytes(numel, len(FORMS), torch.float32, SIZE, window_bytes)
+    regions = shared(Signals.num_bytes(SIZE), slot_bytes, 4 * numel)
+    Signals(regions[0], 0, SIZE).reset()
+    generators = [seeded(rank) for rank in range(SIZE)]
+    given = [[torch.randn(shape, generator=generator) for shape, _ in FORMS] for generator in generators]
+    for result in replicas.run(SIZE, sum_of_forms, regions, window_bytes):
+        for number, total in enumerate(result):
+            assert same_bits(total, given[0][number] + given[1][number] + given[2][number])
 
 
 def test_arguments_are_left_as_they_were(replicas: Replicas) -> None:

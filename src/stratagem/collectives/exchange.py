@@ -5,9 +5,13 @@ its part of a window in shared memory, except what it sums itself; each sums its
 of the replicas, so that two runs agree to the last bit. The sum lies once in shared memory and is
 everyone's. Replicas see it through a private mapping: what one does to its gradients afterwards
 (clipping, scaling) only it sees.
+
+Neighbouring small segments are summed together, in a few operations on long ranges: models have
+hundreds of them, and each operation costs more than what it adds.
 """
 
 import cmath
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
@@ -21,6 +25,7 @@ _WINDOW_BYTES = 8 * 2**20
 _FURTHER_WINDOW_BYTES = 2 * 2**20  # other machines have it while the next one is computed
 _NUM_BUFFERS = 2  # while one window is summed, the next is shown
 _BLOCK = 128 * 1024  # elements: what is summed stays in the cache for the next pass
+_SMALL = 32 * 1024
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 # Begins to sum a flat tensor, in place; the function that it returns waits for the sum.
@@ -28,6 +33,26 @@ StartSum = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 
 # A piece of a segment: the segment's number, and where the piece starts and ends in the vector.
 Piece = tuple[int, int, int]
+
+# The shape and the strides of a segment.
+Form = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    """What one replica does with a part of the vector.
+
+    Args:
+        start: Where it begins.
+        shown: Pieces of large segments that others sum.
+        small: Pieces of small segments, which are shown whoever sums them.
+        summed: Runs of neighbouring pieces that this replica sums; a large one is alone.
+    """
+
+    start: int
+    shown: list[Piece]
+    small: list[Piece]
+    summed: list[list[Piece]]
 
 
 @final
@@ -43,6 +68,8 @@ class Exchange:
         signals: The meeting point.
         window_bytes: How much of the vector is exchanged at a time.
         further: Whether the sum goes on to other machines, so that what nobody here has counts as zero.
+        forms: How segments look, if small ones are given as they are and not flat.
+        small: Up to how many elements a segment is shown whole, and summed together with its neighbours.
     """
 
     def __init__(
@@ -56,8 +83,12 @@ class Exchange:
         window_bytes: int | None = None,
         *,
         further: bool = False,
+        forms: Sequence[Form] | None = None,
+        small: int = _SMALL,
     ) -> None:
         self._segments = list(segments)
+        self._small = small
+        self._forms = forms or [((numel,), (1,)) for _, numel in segments]
         self._signals = signals
         self._total = total
         self._further = further
@@ -77,12 +108,31 @@ class Exchange:
         self._presence, self._anywhere = presence[:size], presence[size]
         self._sum = total.shared(dtype, 0, num_elements)
         self.sum = total.private(dtype, 0, num_elements)
-        self._windows: list[tuple[int, list[Piece], list[Piece]]] = []  # start, pieces shown, pieces summed here
+        self._windows: list[_Window] = []
         for start in range(0, num_elements, width):
             length = min(width, num_elements - start)
             first, last = (start + bound for bound in chunk_of(rank, size, length))
-            shown = [*self._pieces(start, first), *self._pieces(last, start + length)]
-            self._windows.append((start, shown, self._pieces(first, last)))
+            others = [*self._pieces(start, first), *self._pieces(last, start + length)]
+            own = self._pieces(first, last)
+            shown = [piece for piece in others if not self.is_small(piece[0])]
+            small = [piece for piece in [*others, *own] if self.is_small(piece[0])]
+            self._windows.append(_Window(start, shown, small, self._runs(own)))
+        # Where small pieces are shown, for each window and each of its buffers.
+        self._places: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def is_small(self, segment: int) -> bool:
+        """Whether a segment is shown whole, so that it may be given in any form."""
+        return self._segments[segment][1] <= self._small
+
+    def _runs(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
+        """Neighbouring small pieces together, large ones alone."""
+        runs: list[list[Piece]] = []
+        for piece in pieces:
+            if runs and self.is_small(piece[0]) and self.is_small(runs[-1][-1][0]):
+                runs[-1].append(piece)
+            else:
+                runs.append([piece])
+        return runs
 
     @staticmethod
     def num_slot_bytes(
@@ -102,7 +152,7 @@ class Exchange:
         """Sums the vectors of all replicas. The sum is whole after the next barrier.
 
         Args:
-            vectors: This replica's segments, flat; `None` where it has none.
+            vectors: This replica's segments, flat, small ones in their form; `None` where it has none.
             between: Begins to sum a window over the machines, in place; the result waits for that. Given in one
                 replica of each machine, which then calls `finish` after the next barrier.
         Returns:
@@ -116,14 +166,15 @@ class Exchange:
         rest = range(len(self._windows) - num_early)
         # On their way to other machines the last window is the first: a backward pass gives gradients in that order.
         for turn, number in enumerate(reversed(rest) if self._further else rest):
-            start, shown, summed = self._windows[number]
-            slots = self._slots[turn % _NUM_BUFFERS]
-            self._show(vectors, shown, slots[rank], start)
+            window, buffer = self._windows[number], turn % _NUM_BUFFERS
+            slots = self._slots[buffer]
+            self._show(vectors, number, buffer)
             # Whoever passes has summed the window before this one: its buffer is free for the next.
             self._signals.barrier()
             if self._last is not None:
                 self._send_on(self._last)
-            finite &= self._sum_up(vectors, summed, slots, start)
+            for run in window.summed:
+                finite &= self._sum_run(vectors, run, slots, window.start)
             self._last = number
         return [bool(each) for each in self._presence.max(axis=0)], finite
 
@@ -136,7 +187,7 @@ class Exchange:
         """The segments that the next window to be sent early consists of."""
         number = len(self._windows) - 1 - self._num_early
         # The last to go is never early: elsewhere it goes out after `add_up`, behind windows of other exchanges.
-        pieces = self._windows[number][2] if number > 0 else []
+        pieces = [piece for run in self._windows[number].summed for piece in run] if number > 0 else []
         return range(pieces[0][0], pieces[-1][0] + 1) if pieces else range(0)
 
     def send_early(self, vectors: Mapping[int, torch.Tensor], between: "StartSum") -> None:
@@ -145,7 +196,7 @@ class Exchange:
         For a replica that is alone on its machine. `add_up` takes the rest.
         """
         number = len(self._windows) - 1 - self._num_early
-        for segment, first, last in self._windows[number][2]:
+        for segment, first, last in (piece for run in self._windows[number].summed for piece in run):
             offset = self._segments[segment][0]
             self._sum[first:last].copy_(vectors[segment][first - offset : last - offset])
         self._between = between
@@ -171,42 +222,79 @@ class Exchange:
 
     def _send_on(self, number: int) -> None:
         if self._between is not None:
-            start = self._windows[number][0]
-            end = self._windows[number + 1][0] if number + 1 < len(self._windows) else len(self._sum)
+            start = self._windows[number].start
+            end = self._windows[number + 1].start if number + 1 < len(self._windows) else len(self._sum)
             window = self._sum[start:end]
             self._on_their_way.append((window, self._between(window)))
 
-    def _show(
-        self, vectors: Sequence[torch.Tensor | None], pieces: Sequence[Piece], slot: torch.Tensor, start: int
-    ) -> None:
-        for number, first, last in pieces:
-            vector, offset = vectors[number], self._segments[number][0]
+    def _show(self, vectors: Sequence[torch.Tensor | None], number: int, buffer: int) -> None:
+        window, slot = self._windows[number], self._slots[buffer, self._signals.rank]
+        for segment, first, last in window.shown:
+            vector, offset = vectors[segment], self._segments[segment][0]
             if vector is not None:
-                slot[first - start : last - start].copy_(vector[first - offset : last - offset])
+                slot[first - window.start : last - window.start].copy_(vector[first - offset : last - offset])
+        if not window.small:
+            return
+        places = self._places.get((number, buffer))
+        if places is None:
+            places = self._places[number, buffer] = [self._place(piece, slot, window.start) for piece in window.small]
+        targets, sources = [], []
+        for place, piece in zip(places, window.small, strict=True):
+            vector = vectors[piece[0]]
+            if vector is not None:
+                targets.append(place)
+                sources.append(self._cut(vector, piece))
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
-    def _sum_up(
-        self,
-        vectors: Sequence[torch.Tensor | None],
-        pieces: Sequence[Piece],
-        slots: torch.Tensor,
-        start: int,
+    def _place(self, piece: Piece, slot: torch.Tensor, start: int) -> torch.Tensor:
+        """Where a small piece is shown: in its form if it is whole, else flat."""
+        segment, first, last = piece
+        shown = slot[first - start : last - start]
+        return shown.as_strided(*self._forms[segment]) if last - first == self._segments[segment][1] else shown
+
+    def _cut(self, vector: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """The part of a small segment that a piece is."""
+        segment, first, last = piece
+        offset, numel = self._segments[segment]
+        if last - first == numel:
+            return vector
+        shape, stride = self._forms[segment]
+        if vector.stride() != stride:
+            vector = torch.empty_strided(shape, stride, dtype=vector.dtype).copy_(vector)
+        return vector.as_strided((last - first,), (1,), vector.storage_offset() + first - offset)
+
+    def _sum_run(
+        self, vectors: Sequence[torch.Tensor | None], run: Sequence[Piece], slots: torch.Tensor, start: int
     ) -> bool:
-        finite = True
-        for number, first, last in pieces:
-            vector, offset = vectors[number], self._segments[number][0]
-            parts = []
-            for rank in range(self._signals.size):
-                if not self._presence[rank, number]:
-                    continue
-                if rank == self._signals.rank and vector is not None:
-                    parts.append(vector[first - offset : last - offset])
-                else:
-                    parts.append(slots[rank, first - start : last - start])
-            if parts:
-                finite &= _add(parts, self._sum[first:last])
-            elif self._further:
-                self._sum[first:last].zero_()
-        return finite
+        """Sums neighbouring pieces, together if every replica has all of them; tells whether the sum is finite."""
+        if len(run) > 1:
+            segments, first, last = [piece[0] for piece in run], run[0][1], run[-1][2]
+            if self._presence[:, segments].all():
+                parts = [slots[rank, first - start : last - start] for rank in range(self._signals.size)]
+                # Between segments lies what earlier windows left: only if the sum is not finite is it worth to look.
+                is_finite = _add(parts, self._sum[first:last])
+                return is_finite or all(bool(self._sum[begin:end].isfinite().all()) for _, begin, end in run)
+        is_finite = True
+        for piece in run:  # all of them, whatever comes of the first
+            is_finite &= self._sum_piece(vectors[piece[0]], piece, slots, start)
+        return is_finite
+
+    def _sum_piece(self, vector: torch.Tensor | None, piece: Piece, slots: torch.Tensor, start: int) -> bool:
+        segment, first, last = piece
+        offset, parts = self._segments[segment][0], []
+        for rank in range(self._signals.size):
+            if not self._presence[rank, segment]:
+                continue
+            if rank == self._signals.rank and vector is not None and not self.is_small(segment):
+                parts.append(vector[first - offset : last - offset])
+            else:
+                parts.append(slots[rank, first - start : last - start])
+        if parts:
+            return _add(parts, self._sum[first:last])
+        if self._further:
+            self._sum[first:last].zero_()
+        return True
 
     def _pieces(self, first: int, last: int) -> list[Piece]:
         """The pieces of segments in a range of the vector."""

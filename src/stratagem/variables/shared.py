@@ -101,9 +101,11 @@ class SharedCopies(Copies):
 
     def _exchange_gradients(self, store: Store, memory: ExchangeMemory) -> None:
         segments = [(placement.offset, placement.numel) for placement in store.placements]
-        further = self._runtime.recipe.num_machines > 1
+        forms = [(placement.shape, placement.stride) for placement in store.placements]
         exchange = Exchange(
-            memory.slots, memory.total, store.dtype, segments, store.num_elements, self._signals, further=further
+            *(memory.slots, memory.total, store.dtype, segments, store.num_elements, self._signals),
+            further=self._runtime.recipe.num_machines > 1,
+            forms=forms,
         )
         self._windows.add(store, exchange)
         live = {each.name: tensor for each, tensor in zip(store.placements, store.tensors, strict=True)}

@@ -136,6 +136,7 @@ class _Row:
         self.store = store
         self.exchange = exchange
         self._views = [shaped(exchange.sum, placement) for placement in store.placements]
+        self._forms = [(placement, exchange.is_small(number)) for number, placement in enumerate(store.placements)]
         start = exchange.sum.data_ptr()
         self._range = range(start, start + exchange.sum.nbytes)
         self._given: list[weakref.ref[torch.Tensor]] = []
@@ -148,8 +149,13 @@ class _Row:
         self._given = []
 
     def flat(self, gradients: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
-        """This replica's own gradients, each as a flat vector in the order of its parameter's memory."""
-        return [_flat(gradients.get(placement.name), placement) for placement in self.store.placements]
+        """This replica's own gradients: large ones flat, in the order of their parameter's memory."""
+        return [
+            _dense(gradients.get(placement.name), placement)
+            if is_small
+            else _flat(gradients.get(placement.name), placement)
+            for placement, is_small in self._forms
+        ]
 
     def give(self, number: int) -> torch.Tensor:
         """The sum of one gradient: a new tensor each time, since gradients belong to one step."""
@@ -210,11 +216,15 @@ class _EarlyWindows:
 
 
 def _flat(gradient: torch.Tensor | None, placement: Placement) -> torch.Tensor | None:
-    if gradient is None:
-        return None
-    if gradient.layout != torch.strided:
+    """A gradient as a flat vector in the order of its parameter's memory."""
+    gradient = _dense(gradient, placement)
+    return None if gradient is None else laid_out(gradient, placement).as_strided((placement.numel,), (1,))
+
+
+def _dense(gradient: torch.Tensor | None, placement: Placement) -> torch.Tensor | None:
+    if gradient is not None and gradient.layout != torch.strided:
         raise StrategyError(
             f"{placement.label!r} of shape {placement.shape} got a sparse gradient, which replicas cannot sum; "
             f"use sparse=False in its nn.Embedding"
         )
-    return laid_out(gradient, placement).as_strided((placement.numel,), (1,))
+    return gradient
