@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import final
 
+from stratagem._caller import warn_caller
 from stratagem._checks import require_seconds
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
@@ -11,7 +12,8 @@ from stratagem.devices.lookup import DeviceLike
 from stratagem.engine import context
 from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.recipe import Settings
-from stratagem.errors import StrategyError
+from stratagem.errors import StratagemWarning, StrategyError
+from stratagem.processes.region import hidden_pages
 from stratagem.strategies.replicated import Replicated, warn_of_others
 
 
@@ -33,7 +35,8 @@ class MirroredStrategy(Replicated):
             replicas share; for the CPU. `torch`: every replica has its own, and gradients are summed
             by torch.distributed (NCCL, or gloo on the CPU) while the backward pass goes on.
             `to_one`: the same, but summed in replica 0 and sent back; simple and slow. `auto` takes
-            `shared_memory` on the CPU and `torch` on accelerators. Where replicas have their own
+            `shared_memory` on the CPU and `torch` on accelerators, and with a warning in containers that
+            hide a process' page map, without which memory cannot be shared this way. Where replicas have their own
             variables, weights that the main program writes through `.data` do not reach them;
             write inside `torch.no_grad()`.
         stall_timeout_s: How long replicas wait for another before it counts as stalled.
@@ -75,6 +78,19 @@ def choose_way(cross_device_ops: str, devices: Sequence[LogicalDevice]) -> str:
             f"cross_device_ops='shared_memory' is for replicas that compute on the CPU, got {accelerators[0]!r}; "
             f"use 'torch'"
         )
-    if cross_device_ops == "auto":
-        return "torch" if accelerators else "shared_memory"
-    return cross_device_ops
+    reason = "" if accelerators else hidden_pages()
+    if cross_device_ops == "shared_memory" and reason:
+        raise StrategyError(
+            f"cross_device_ops='shared_memory' needs to see which pages a process has written, and {reason}; use "
+            f"'torch', or allow this container to read that file"
+        )
+    if cross_device_ops != "auto":
+        return cross_device_ops
+    if reason:
+        warn_caller(
+            f"each of {len(devices)} replicas keeps a copy of the variables, and torch.distributed sums the gradients, "
+            f"which takes more memory and time than one copy that all share: sharing needs to see which pages a "
+            f"process has written, and {reason}. Allow this container to read that file",
+            StratagemWarning,
+        )
+    return "torch" if accelerators or reason else "shared_memory"

@@ -25,6 +25,8 @@ from stratagem.parameters import staleness
 from stratagem.parameters.consistency import Async, BoundedStaleness, Consistency, Synchronous
 from stratagem.parameters.local.board import MAX_SHARDS, MAX_WORKERS
 from stratagem.parameters.network.options import OF_CLUSTERS
+from stratagem.processes.region import hidden_pages
+from stratagem.strategies.mirrored import choose_way
 from stratagem.strategies.parameter_cluster import ClusterTask, task_of
 from stratagem.strategies.replicated import Replicated
 
@@ -115,10 +117,12 @@ class ParameterServerStrategy(Replicated):
         self._is_lockstep = isinstance(chosen, Synchronous) and not chosen.backup_workers
         new_replicas: Any
         if self._is_lockstep:
+            settings = dataclasses.replace(settings, cross_device_ops=choose_way("auto", devices))
             new_replicas = functools.partial(
                 LocalReplicas, devices=devices, settings=settings, stall_timeout_s=stall_timeout_s
             )
         else:
+            _require_page_map()
             new_replicas = functools.partial(
                 ParameterWorkers,
                 devices=devices,
@@ -229,6 +233,14 @@ def worker_devices(num_workers: int) -> list[LogicalDevice]:
         dataclasses.replace(cpus[0], index=number, cores=own, num_threads=len(own))
         for number, own in enumerate(split_cores(cores, num_workers))
     ]
+
+
+def _require_page_map() -> None:
+    if reason := hidden_pages():
+        raise StrategyError(
+            f"ParameterServerStrategy needs to see which pages of variables the program has written, and {reason}; use "
+            f"consistency=Synchronous() or MirroredStrategy, or allow this container to read that file"
+        )
 
 
 def _require_count(name: str, count: int, most: int) -> None:
