@@ -15,7 +15,7 @@ LAYERS = (
     *("inputs", "strategies", "training", "tools", "cli"),
 )
 APART = {"graphs": ("devices", "placement", "cluster")}  # which nothing imports
-BASE = {"errors", "_env", "_caller", "_checks", "_integrations"}
+BASE = {"errors", "_env", "_caller", "_checks", "_integrations", "_tree"}
 # The public face: may show anything, and nothing inside may look back at it.
 FACE = {"__init__", "__main__", "config", "estimator"}
 

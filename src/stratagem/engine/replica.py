@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
-from torch.utils import _pytree as pytree
 
+from stratagem import _tree
 from stratagem.collectives.between import Between
 from stratagem.collectives.collective import Collective
 from stratagem.collectives.reconnecting import Meet, OverLink
@@ -316,7 +316,7 @@ class Runtime:
         """A nesting of values with its tensors brought to a device; where all is on the CPU, as it is."""
         if self.device.type == "cpu":
             return value
-        return pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), value)
+        return _tree.map_only(torch.Tensor, lambda each: each.to(device), value)
 
     def _finish(self) -> None:
         """Brings everything that a run may have changed to one state in all replicas."""

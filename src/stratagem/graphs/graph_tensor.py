@@ -9,9 +9,9 @@ import dataclasses
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stratagem import _tree
 from stratagem.errors import GraphError
 from stratagem.graphs.nodes import Node, Output, described
 from stratagem.placement import scopes
@@ -82,7 +82,7 @@ class GraphTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Lets modes above see that a call concerns a graph; readies torch for unknown sizes."""
-        graph = (each.recorder for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, GraphTensor))
+        graph = (each.recorder for each in _tree.leaves((args, kwargs)) if isinstance(each, GraphTensor))
         sizes = next((each.sizes for each in graph), None)
         with (
             torch._C.DisableTorchFunctionSubclass(),
@@ -130,7 +130,7 @@ class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in pytree.tree_leaves((args, kwargs)):
+        for each in _tree.leaves((args, kwargs)):
             if isinstance(each, GraphTensor) and each.recorder is not self._recorder:
                 raise GraphError(
                     f"{each.op_name!r} belongs to another graph than the one that is open; leave that block first"
@@ -141,7 +141,7 @@ class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def recorder_of(function: Any, args: Any, kwargs: Any) -> Recorder:
     """The one graph that the tensors of a call belong to."""
     found: list[GraphTensor] = []
-    for each in pytree.tree_leaves((args, kwargs)):
+    for each in _tree.leaves((args, kwargs)):
         if isinstance(each, GraphTensor):
             found.append(each)
     for other in found[1:]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stratagem import _tree
 from stratagem._caller import users_line
 from stratagem.devices.spec import DeviceSpec
 from stratagem.errors import GraphError
@@ -124,13 +124,13 @@ class GraphRecorder:
 
     def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operation of torch: noted if it concerns the graph, otherwise run."""
-        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        tensors = [each for each in _tree.leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         if not (self._concerns(function, tensors) or self._has_symbols(args)):
             result = function(*args, **kwargs)
             if (
                 function not in recording_rules.SAME or args[0] in self._born
             ):  # `parameter.data` is the parameter's memory
-                for each in pytree.tree_leaves(result):
+                for each in _tree.leaves(result):
                     if isinstance(each, torch.Tensor):
                         self._born[each] = True
             return result
@@ -154,7 +154,7 @@ class GraphRecorder:
         return reads and any(_is_parameter(each) for each in tensors)
 
     def _has_symbols(self, args: tuple[Any, ...]) -> bool:
-        return self.sizes is not None and any(isinstance(each, torch.SymInt) for each in pytree.tree_leaves(args))
+        return self.sizes is not None and any(isinstance(each, torch.SymInt) for each in _tree.leaves(args))
 
     def _out_of_place(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         node, result = self._operation(function, args, kwargs)
@@ -162,17 +162,17 @@ class GraphRecorder:
         if any(each.alias_info is not None for each in function._schema.returns):
             base = self._cell(args[0])
             view = View(base, base.version, function, args, kwargs)
-        leaves, structure = pytree.tree_flatten(result)
+        leaves, structure = _tree.flatten(result)
         indices = iter(range(len(node.outputs)))
         made = [None if each is None else self.tensor(node, next(indices), view=view) for each in leaves]
-        return pytree.tree_unflatten(made, structure)
+        return _tree.unflatten(made, structure)
 
     def _operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Node, Any]:
         """The node of an operation, and what it returns with tensors that have only a shape."""
         args, kwargs = self._templates(args), {name: self._templates(each) for name, each in kwargs.items()}
         type_name = recording_rules.type_name(function)
         result = self._metas(function, type_name, args, kwargs)
-        metas = [each for each in pytree.tree_leaves(result) if each is not None]
+        metas = [each for each in _tree.leaves(result) if each is not None]
         if not all(isinstance(each, torch.Tensor) for each in metas):
             raise GraphError(f"{function} gives something that is not a tensor; a graph holds tensors only")
         node = self.add(Kind.OPERATION, type_name, metas, function=function, args=args, kwargs=kwargs)
@@ -196,7 +196,7 @@ class GraphRecorder:
             with contextlib.nullcontext() if self.sizes is None else self.sizes.computing():
                 return function(*args, **kwargs)
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
-            shapes = ", ".join(described(each) for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor))
+            shapes = ", ".join(described(each) for each in _tree.leaves(args) if isinstance(each, torch.Tensor))
             why = str(error).strip().partition("\n")[0]
             if "symbolic sizes" in why:
                 why = "torch needs the number of an unknown size for it; give the placeholder that size"
@@ -212,7 +212,7 @@ class GraphRecorder:
                 f"{function} writes into its arguments in a way that a graph does not record; use a function that "
                 f"returns its result"
             )
-        targets = [self._written(each) for each in pytree.tree_leaves(args[0])]
+        targets = [self._written(each) for each in _tree.leaves(args[0])]
         if torch.is_grad_enabled():
             for target in targets:
                 self._require_whole(target, recording_rules.type_name(function))
@@ -277,13 +277,14 @@ class GraphRecorder:
     # What the tensors of a call stand for
 
     def _templates(self, args: Any) -> Any:
-        if isinstance(args, torch.Tensor):
-            return self._current(self._cell(args))
-        if isinstance(args, tuple | list):
-            return type(args)(self._templates(each) for each in args)
-        if isinstance(args, torch.SymInt | torch.SymFloat) and self.sizes is not None:
-            return self.sizes.size(args)
-        return args
+        def template(each: Any) -> Any:
+            if isinstance(each, torch.Tensor):
+                return self._current(self._cell(each))
+            if isinstance(each, torch.SymInt | torch.SymFloat) and self.sizes is not None:
+                return self.sizes.size(each)
+            return each
+
+        return _tree.map(template, args)
 
     def _with_metas(self, template: Any) -> Any:
         sizes = self.sizes

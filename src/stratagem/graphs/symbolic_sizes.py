@@ -19,9 +19,9 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as shapes_config
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from stratagem import _tree
 from stratagem._caller import LIBRARIES, short_line
 from stratagem.errors import FeedError, GraphError
 from stratagem.graphs.nodes import Kind, Node, Output, Size, described, filled
@@ -174,7 +174,7 @@ class UnknownSizes:
                 named = {name: filled(each, value_of) for name, each in node.kwargs.items()}
                 if named.get("device") is not None:
                     named["device"] = torch.device("meta")
-                results = pytree.tree_leaves(node.function(*filled(node.args, value_of), **named))
+                results = _tree.leaves(node.function(*filled(node.args, value_of), **named))
                 found = [tuple(each.shape) for each in results if each is not None]
         except FeedError:
             raise

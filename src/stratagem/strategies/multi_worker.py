@@ -7,8 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from torch.utils import _pytree as pytree
-
+from stratagem import _tree
 from stratagem._caller import calling_line
 from stratagem._checks import require_seconds
 from stratagem.cluster.membership.membership import Membership
@@ -167,7 +166,7 @@ class MultiWorkerMirroredStrategy(Replicated):
         def joined(each: Any) -> Any:
             return function(self._together(everyones, each)) if isinstance(each, PerReplica) else each
 
-        return pytree.tree_map(joined, value, is_leaf=lambda each: isinstance(each, PerReplica))
+        return _tree.map(joined, value, is_leaf=lambda each: isinstance(each, PerReplica))
 
     def _together(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Does something that all workers do at the same time; if it fails, nothing can be done any more."""

@@ -5,8 +5,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast, final
 
-from torch.utils import _pytree as pytree
-
+from stratagem import _tree
 from stratagem._checks import require_seconds
 from stratagem.cluster.resolvers.detection import found
 from stratagem.devices.device import LogicalDevice
@@ -161,7 +160,7 @@ class ParameterServerStrategy(Replicated):
     def is_ready(self, value: Any) -> bool:
         if not self._is_lockstep and is_pending(value):
             self.workers.attend()
-        return all(each.is_done for each in pytree.tree_leaves(value) if is_pending(each))
+        return all(each.is_done for each in _tree.leaves(value) if is_pending(each))
 
     def call_in_children(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Calls a function in every worker of a step that all share; else the main program loads data for them."""
@@ -219,7 +218,7 @@ ParameterServerStrategy.register(ClusterTask)  # what `isinstance` says in every
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
-    sizes = [len(each) for each in pytree.tree_leaves(value) if isinstance(each, PerReplica)]
+    sizes = [len(each) for each in _tree.leaves(value) if isinstance(each, PerReplica)]
     return tuple(per_replica.select(value, place) for place in range(sizes[0])) if sizes else (value,)
 
 

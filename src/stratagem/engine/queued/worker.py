@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
 import torch
-from torch.utils import _pytree as pytree
 
+from stratagem import _tree
 from stratagem.collectives.one_replica import OneReplica
 from stratagem.engine import context
 from stratagem.engine.context import ReplicaContext
@@ -200,7 +200,7 @@ class WorkerRuntime:
         held = buffers.held_by(reference() for reference in self._given)
         try:
             args, kwargs = per_replica.load_deferred((args, kwargs))
-            result = pytree.tree_map_only(torch.Tensor, _as_it_is_now, function(*args, **kwargs))
+            result = _tree.map_only(torch.Tensor, _as_it_is_now, function(*args, **kwargs))
             buffers.take_in(held)
             self._push_rest()
         except BaseException:

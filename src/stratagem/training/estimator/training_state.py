@@ -5,8 +5,8 @@ import re
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from stratagem import _tree
 from stratagem.errors import CheckpointError, CheckpointMismatchError, EstimatorError
 from stratagem.objects.per_replica import PerReplica
 from stratagem.strategies.strategy import Strategy
@@ -96,4 +96,4 @@ def structure_of(features: Any) -> Any:
             return {"kind": type(value).__name__}
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": [None, *value.shape[1:]]}
 
-    return pytree.tree_map(leaf, features)
+    return _tree.map(leaf, features)
