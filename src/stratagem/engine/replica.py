@@ -15,7 +15,7 @@ from typing import Any, final
 
 import torch
 
-from stratagem import _tree
+from stratagem import _torch, _tree
 from stratagem.collectives.between import Between
 from stratagem.collectives.collective import Collective
 from stratagem.collectives.reconnecting import Meet, OverLink
@@ -153,7 +153,7 @@ class Runtime:
                     "call it in the function that you run"
                 )
             own: Any = held()
-            own._opt_called = True
+            _torch.mark_stepped(own)
             if update is not None:
                 return update.step(closure)
             if once is not None and closure is None:
@@ -164,7 +164,7 @@ class Runtime:
                 return None
             return whole(own) if closure is None else whole(own, closure)
 
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for it
+        _torch.mark_wrapped(step)
         optimizer.step = step  # type: ignore[method-assign]
         if self.rank and type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
             # Without its wrapper, which imports torch's compiler: children have no other use for it.

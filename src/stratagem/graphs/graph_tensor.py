@@ -9,9 +9,8 @@ import dataclasses
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from stratagem import _tree
+from stratagem import _torch, _tree
 from stratagem.errors import GraphError
 from stratagem.graphs.nodes import Node, Output, described
 from stratagem.placement import scopes
@@ -72,7 +71,7 @@ class GraphTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, recorder: Recorder, cell: Cell, *, requires_grad: bool = False) -> "GraphTensor":
         meta = cell.output.meta
-        made: GraphTensor = torch.Tensor._make_wrapper_subclass(
+        made: GraphTensor = _torch.wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=_HOST, requires_grad=requires_grad
         )
         made.recorder = recorder
@@ -85,7 +84,7 @@ class GraphTensor(torch.Tensor):
         graph = (each.recorder for each in _tree.leaves((args, kwargs)) if isinstance(each, GraphTensor))
         sizes = next((each.sizes for each in graph), None)
         with (
-            torch._C.DisableTorchFunctionSubclass(),
+            torch.DisableTorchFunctionSubclass(),
             contextlib.nullcontext() if sizes is None else sizes.recording(func),
         ):
             return func(*args, **(kwargs or {}))
@@ -118,7 +117,7 @@ class GraphTensor(torch.Tensor):
         return f"<GraphTensor {self.op_name!r} {described(self.cell.output.meta)}>"
 
 
-class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RecordingMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is on, a graph hears of everything that torch does in this thread.
 
     Args:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stratagem import _tree
+from stratagem import _torch, _tree
 from stratagem._caller import users_line
 from stratagem.devices.spec import DeviceSpec
 from stratagem.errors import GraphError
@@ -141,7 +141,7 @@ class GraphRecorder:
         function = recording_rules.DEFINITE.get(function, function)
         if function in recording_rules.BATCH_NORM:
             return self._batch_norm(args, kwargs)
-        if function._schema.is_mutable:
+        if _torch.schema_of(function).is_mutable:
             return self._in_place(function, args, kwargs)
         return self._out_of_place(function, args, kwargs)
 
@@ -150,7 +150,7 @@ class GraphRecorder:
             return True
         if self._adopts_all:
             return any(each not in self._born for each in tensors)
-        reads = torch.is_grad_enabled() and not function._schema.is_mutable
+        reads = torch.is_grad_enabled() and not _torch.schema_of(function).is_mutable
         return reads and any(_is_parameter(each) for each in tensors)
 
     def _has_symbols(self, args: tuple[Any, ...]) -> bool:
@@ -159,7 +159,7 @@ class GraphRecorder:
     def _out_of_place(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         node, result = self._operation(function, args, kwargs)
         view = None
-        if any(each.alias_info is not None for each in function._schema.returns):
+        if any(each.alias_info is not None for each in _torch.schema_of(function).returns):
             base = self._cell(args[0])
             view = View(base, base.version, function, args, kwargs)
         leaves, structure = _tree.flatten(result)
@@ -216,7 +216,9 @@ class GraphRecorder:
         if torch.is_grad_enabled():
             for target in targets:
                 self._require_whole(target, recording_rules.type_name(function))
-        defaults = [each.default_value for each in function._schema.arguments[len(args) :] if not each.kwarg_only]
+        defaults = [
+            each.default_value for each in _torch.schema_of(function).arguments[len(args) :] if not each.kwarg_only
+        ]
         if overload is _aten.bernoulli.p and _memory_order(targets[0].output.meta) != [*range(args[0].dim())]:
             self._change(targets[0], self._chance(targets[0], (*args[1:], *defaults), kwargs))
             return args[0]
@@ -324,7 +326,7 @@ class GraphRecorder:
         """Of a tensor that is changed in place; one that the program had before the graph keeps what is written."""
         if isinstance(tensor, GraphTensor) or id(tensor) in self._adopted:
             return self._cell(tensor)
-        if tensor._is_view():
+        if _torch.is_view(tensor):
             raise GraphError(
                 f"a part {described(tensor)} of a tensor of the program would be changed in place; a graph records "
                 f"changes of whole tensors. Make a new tensor with torch.where, torch.cat or the like"
@@ -349,8 +351,8 @@ class GraphRecorder:
     def _captured(self, tensor: torch.Tensor) -> Cell:
         """A tensor of the program as it is now; kept once while it does not change."""
         known = self._constants.get(tensor)  # type: ignore[no-untyped-call]
-        if known is None or known[0] != tensor._version:
-            known = (tensor._version, Cell(Output(self.constant(tensor), 0)))
+        if known is None or known[0] != _torch.version_of(tensor):
+            known = (_torch.version_of(tensor), Cell(Output(self.constant(tensor), 0)))
             self._constants[tensor] = known
         cell: Cell = known[1]
         return cell
@@ -370,12 +372,12 @@ class GraphRecorder:
 
     def _note_gradient(self, node: Node) -> None:
         """An operation of a backward pass runs where the one runs whose gradient it is, whatever the scopes ask."""
-        running = torch._C._current_autograd_node()
+        running = _torch.current_autograd_node()
         if running is None:
             # What follows without a gradient of its own has the same number.
-            self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, node)
+            self._by_sequence.setdefault(_torch.next_sequence_number() - 1, node)
             return
-        node.beside = self._by_sequence.get(running._sequence_nr())
+        node.beside = self._by_sequence.get(_torch.sequence_number(running))
         if node.beside is not None:
             node.spec = node.beside.spec
 

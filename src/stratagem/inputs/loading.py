@@ -19,8 +19,8 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.pin_memory import pin_memory
 
+from stratagem import _torch
 from stratagem.processes.child import this_child
 
 _PR_SET_PDEATHSIG = 1
@@ -52,7 +52,7 @@ class Source:
         many = getattr(self.dataset, "__getitems__", None)
         batch = self.collate_fn(many(indices) if many else [self.dataset[index] for index in indices])
         if self.pin_memory and torch.accelerator.is_available():
-            return pin_memory(batch)  # type: ignore[no-untyped-call]  # torch does not say its types
+            return _torch.pin_memory(batch)  # type: ignore[no-untyped-call]  # torch does not say its types
         return batch
 
     @property

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, final
 import numpy as np
 import torch
 
-from stratagem import _tree
+from stratagem import _torch, _tree
 from stratagem.errors import StrategyError
 from stratagem.processes.packing import Raw
 
@@ -285,12 +285,12 @@ def _as_it_is_now(value: torch.Tensor) -> torch.Tensor:
 
 def _is_held_elsewhere(value: torch.Tensor) -> bool:
     """Whether something else may write to a tensor's memory: it is a parameter, a view of one, or its `.data`."""
-    if value._is_view():
-        return value.is_leaf or (value._base is not None and value._base.is_leaf)
+    if _torch.is_view(value):
+        return value.is_leaf or ((base := _torch.base_of(value)) is not None and base.is_leaf)
     if not value.is_leaf or value.layout != torch.strided:
         return False
     # A tensor of its own has the only count but that of the object that is asked.
-    return value.requires_grad or torch._C._storage_Use_Count(value.untyped_storage()._cdata) > 2
+    return value.requires_grad or _torch.num_storage_users(value) > 2
 
 
 def _kept(value: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from stratagem import _torch
 from stratagem.collectives.reconnecting import Link
 from stratagem.variables.participant import Updating
 from stratagem.variables.slices import SplitUpdate
@@ -170,4 +171,4 @@ def mark(tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return ()
     address = tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
-    return address, tensor._version
+    return address, _torch.version_of(tensor)

@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 
+from stratagem import _torch
 from stratagem.collectives.exchange import Exchange, StartSum
 from stratagem.errors import StrategyError
 from stratagem.variables.participant import Participant
@@ -286,7 +287,7 @@ class EarlyGradients:
         for store in stores if self._start_sum is not None else ():
             store.exchange.forget()
             for number, parameter in enumerate(store.store.tensors):
-                if parameter is not None and parameter.requires_grad and not parameter._post_accumulate_grad_hooks:
+                if parameter is not None and parameter.requires_grad and not _torch.post_accumulate_hooks(parameter):
                     hook = functools.partial(self._arrive, store, number)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
