@@ -1,12 +1,14 @@
 """Shared memory: private writes stay private until they are published."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from stratagem.errors import SharedMemoryError
-from stratagem.processes.region import PAGE_BYTES, Region
+from stratagem.processes.region import PAGE_BYTES, PAGEMAP, Region, hidden_pages
 
 
 def make(num_pages: int = 4) -> tuple[Region, torch.Tensor, torch.Tensor]:
@@ -73,6 +75,21 @@ def test_descriptor_ends_with_the_region_and_tensors_live_on() -> None:
         os.fstat(descriptor)
     shared[0] = 2
     assert private[0] == 2
+
+
+def test_probe_sees_the_pages_of_this_process() -> None:
+    assert hidden_pages() == ""
+
+
+def test_probe_says_why_pages_are_hidden() -> None:
+    program = (
+        "import ctypes, os; from stratagem.processes.region import hidden_pages;"
+        "os.getuid() or os.setuid(65534);"
+        "ctypes.CDLL(None).prctl(4, 0);"  # not dumpable: its files in /proc are root's
+        "print(hidden_pages())"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == f"{PAGEMAP} cannot be read: Permission denied\n"
 
 
 def test_many_scattered_pages_are_found() -> None:

@@ -17,6 +17,7 @@ from typing import final
 
 import torch
 
+from stratagem import _torch
 from stratagem.collectives.collective import is_finite
 from stratagem.collectives.signals import Signals
 from stratagem.processes.region import PAGE_BYTES, Region
@@ -245,7 +246,7 @@ class Exchange:
                 targets.append(place)
                 sources.append(self._cut(vector, piece))
         if targets:
-            torch._foreach_copy_(targets, sources)
+            _torch.foreach_copy_(targets, sources)
 
     def _place(self, piece: Piece, slot: torch.Tensor, start: int) -> torch.Tensor:
         """Where a small piece is shown: in its form if it is whole, else flat."""

@@ -18,6 +18,7 @@ from typing import Any, Final, final
 import torch
 import torch.distributed
 
+from stratagem import _torch
 from stratagem.collectives.collective import (
     Collective,
     check_calls,
@@ -244,7 +245,7 @@ class TorchDistributed(Collective):
         return self._group(source).alltoall_base(_bytes(target), _bytes(source), [], [])
 
     def _allgather(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        return self._group(source)._allgather_base(_bytes(target), _bytes(source))
+        return _torch.allgather_into(self._group(source), _bytes(target), _bytes(source))
 
     def _broadcast(self, row: torch.Tensor, root: int) -> Any:
         options = _c10d.BroadcastOptions()
@@ -318,19 +319,17 @@ class TorchDistributed(Collective):
         return ""
 
     def _connect_gloo(self) -> Any:
-        options = _c10d.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=self._start_timeout_s)
-        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=self._address)]
+        device = _c10d.ProcessGroupGloo.create_device(hostname=self._address)
+        options = _torch.gloo_options(timedelta(seconds=self._start_timeout_s), [device])
         store = _c10d.PrefixStore("gloo", self._store)
         before = connections_on(self._address)
         group = _c10d.ProcessGroupGloo(store, self.rank, self.size, options)
         self._sockets = list(connections_on(self._address) - before)
-        group._set_default_timeout(timedelta(seconds=self.timeout_s))
+        _torch.set_timeout(group, timedelta(seconds=self.timeout_s))
         return group
 
     def _connect_nccl(self) -> Any:
-        options = _c10d.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=self.timeout_s)
+        options = _torch.nccl_options(timedelta(seconds=self.timeout_s))
         store = _c10d.PrefixStore("nccl", self._store)
         return _c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
 

@@ -10,8 +10,8 @@ from typing import Any, Final, TypeVar, final
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from stratagem import _torch
 from stratagem.engine import context
 from stratagem.engine.context import ReplicaContext
 from stratagem.errors import StrategyError
@@ -43,7 +43,7 @@ def convert_sync_batchnorm(module: AnyModule) -> AnyModule:
     layers = {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
+        if isinstance(layer, _torch.BatchNorm) and not isinstance(layer, SyncBatchNorm)
     }
     given_out = {id(each) for one in context.open_runtimes for each in one.distributed()}
     for name, layer in layers.items():
@@ -67,7 +67,7 @@ def convert_sync_batchnorm(module: AnyModule) -> AnyModule:
 
 
 @final
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(_torch.BatchNorm):
     """Batch normalization over the global batch; made by `convert_sync_batchnorm`.
 
     Inside `strategy.run`, wherever plain batch normalization would take the statistics of its
@@ -100,7 +100,7 @@ class SyncBatchNorm(_BatchNorm):
         return output
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        _KINDS[self.kind]._check_input_dim(self, input)  # type: ignore[arg-type]
+        _torch.check_input_dim(_KINDS[self.kind], self, input)
 
     @torch.no_grad()
     def _track(self, statistics: "_Statistics") -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 
+from stratagem import _tree
 from stratagem.collectives.collective import Collective
 from stratagem.errors import StrategyError
 from stratagem.objects.per_replica import PerReplica
@@ -53,13 +54,11 @@ class ReplicaContext:
 
     def all_reduce(self, op: str, value: Any) -> Any:
         """The sum, mean, max or min over all replicas of a tensor, or of each in a nesting."""
-        return torch.utils._pytree.tree_map(lambda each: self._collective.all_reduce(torch.as_tensor(each), op), value)
+        return _tree.map(lambda each: self._collective.all_reduce(torch.as_tensor(each), op), value)
 
     def all_gather(self, value: Any, axis: int = 0) -> Any:
         """The tensors of all replicas, one after the other along an axis."""
-        return torch.utils._pytree.tree_map(
-            lambda each: torch.cat(self._collective.all_gather(torch.as_tensor(each)), dim=axis), value
-        )
+        return _tree.map(lambda each: torch.cat(self._collective.all_gather(torch.as_tensor(each)), dim=axis), value)
 
     def update(self, function: Callable[[], None]) -> None:
         """Calls a function that updates variables without an optimizer of torch's.
@@ -74,9 +73,7 @@ class ReplicaContext:
 
         Each process calls it, with the same values: the arguments are `PerReplica` in all of them.
         """
-        merged = torch.utils._pytree.tree_map(
-            lambda each: PerReplica(self._collective.all_gather(torch.as_tensor(each))), args
-        )
+        merged = _tree.map(lambda each: PerReplica(self._collective.all_gather(torch.as_tensor(each))), args)
         return function(self.strategy, *merged)
 
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
-from torch.utils import _pytree as pytree
 
+from stratagem import _tree
 from stratagem.engine import child_calls
 from stratagem.engine.replica import Replica
 from stratagem.errors import StrategyError
@@ -72,7 +72,7 @@ class Distribution:
         reloaded, self._reloaded = (set() if own.recipe.kept_on else self._reloaded), set()
         for name in reloaded & live.keys():
             optimizer = live[name]
-            state = pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, type(optimizer).state_dict(optimizer))
+            state = _tree.map_only(torch.Tensor, torch.Tensor.cpu, type(optimizer).state_dict(optimizer))
             self._replicas.ask_children(child_calls.load_whole_state, self._replicas.key, name, state)
 
     def changes(self) -> state_diff.Snapshot:

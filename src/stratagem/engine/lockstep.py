@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
-from torch.utils import _pytree as pytree
 
+from stratagem import _tree
 from stratagem._caller import calling_line
 from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import PeerAborted, Signals
@@ -267,7 +267,7 @@ class LocalReplicas:
     def _forget_results(self, answers: Sequence[Any]) -> None:
         """Lets replicas drop what they keep for results that nobody will get."""
         for rank, answer in enumerate(answers, start=1):
-            for leaf in pytree.tree_leaves(answer.result if isinstance(answer, child_calls.Answer) else None):
+            for leaf in _tree.leaves(answer.result if isinstance(answer, child_calls.Answer) else None):
                 if isinstance(leaf, per_replica.Remote):
                     self._unwanted.append((rank, leaf.number))
 

@@ -25,7 +25,7 @@ from stratagem.collectives.collective import MismatchError
 from stratagem.collectives.mesh import Mesh
 from stratagem.collectives.sockets import CutOffError, Sockets
 from stratagem.collectives.torch_distributed import TorchDistributed
-from stratagem.engine.random_numbers import random_state, set_random_state
+from stratagem.engine import random_state
 from stratagem.errors import (
     CollectiveError,
     StratagemError,
@@ -210,7 +210,9 @@ class Workers:
     def draw_alike(self) -> None:
         """Gives all workers the first one's random state: else they would shuffle in different orders."""
         self._doing = "begin an epoch"
-        set_random_state(self.between.exchange("iter() of strategy.distribute", random_state())[0])
+        own = random_state.to_bytes(random_state.current())
+        everyones = self.between.exchange("iter() of strategy.distribute", own)
+        random_state.restore(random_state.from_bytes(everyones[0]))
 
     def is_any(self, has_data: bool) -> bool:
         """Whether any worker has data; all ask at the same time."""

@@ -7,41 +7,18 @@ there the first replica of each has a stream of its own inside runs.
 
 import contextlib
 import functools
-import random
-import struct
 import zlib
 from collections.abc import Iterator
 from typing import final
 
-import numpy as np
 import torch
 
 _STEP = 1_000_003
-_PYTHON, _NUMPY = "<625I?d", "<624Ii?d"
 
 
 def seed_of(seed: int, replica: int) -> int:
     """The seed of one replica."""
     return seed + _STEP * replica
-
-
-def random_state() -> bytes:
-    """What the generators of torch, NumPy and Python will draw next in this program."""
-    _, numbers, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    python = struct.pack(_PYTHON, *numbers, gauss is not None, gauss or 0.0)
-    numpy = struct.pack(_NUMPY, *(int(each) for each in keys), position, bool(has_gauss), cached)
-    return python + numpy + torch.get_rng_state().numpy().tobytes()
-
-
-def set_random_state(state: bytes) -> None:
-    """Makes them draw the same as where the state was taken."""
-    *numbers, has_gauss, gauss = struct.unpack_from(_PYTHON, state)
-    random.setstate((3, tuple(numbers), gauss if has_gauss else None))
-    *keys, position, has_gauss, cached = struct.unpack_from(_NUMPY, state, struct.calcsize(_PYTHON))
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, int(has_gauss), cached))
-    rest = state[struct.calcsize(_PYTHON) + struct.calcsize(_NUMPY) :]
-    torch.set_rng_state(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
 
 
 class _Seeds:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
 import torch
-from torch.utils import _pytree as pytree
 
+from stratagem import _torch, _tree
 from stratagem.collectives.between import Between
 from stratagem.collectives.collective import Collective
 from stratagem.collectives.reconnecting import Meet, OverLink
@@ -158,7 +158,7 @@ class Replica:
                     "call it in the function that you run"
                 )
             own: Any = held()
-            own._opt_called = True
+            _torch.mark_stepped(own)
             if update is not None:
                 return update.step(closure)
             if once is not None and closure is None:
@@ -169,7 +169,7 @@ class Replica:
                 return None
             return whole(own) if closure is None else whole(own, closure)
 
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for it
+        _torch.mark_wrapped(step)
         optimizer.step = step  # type: ignore[method-assign]
         if self.rank and type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
             # Without its wrapper, which imports torch's compiler: children have no other use for it.
@@ -347,7 +347,7 @@ class Replica:
         """A nesting of values with its tensors brought to a device; where all is on the CPU, as it is."""
         if self.device.type == "cpu":
             return value
-        return pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), value)
+        return _tree.map_only(torch.Tensor, lambda each: each.to(device), value)
 
 
 def _have_cores_of_their_own(devices: Sequence[LogicalDevice]) -> bool:

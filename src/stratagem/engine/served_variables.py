@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 
+from stratagem import _torch
 from stratagem.engine import context
 from stratagem.engine.nonfinite import NonFinite
 from stratagem.errors import ParameterError, StrategyError, TaskLostError
@@ -209,15 +210,15 @@ class ClusterVariables:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            own._opt_called = True  # type: ignore[attr-defined]  # schedulers look for it
+            _torch.mark_stepped(own)
             self._step(number, own)
             return loss
 
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        _torch.mark_wrapped(step)
         optimizer.step = step  # type: ignore[method-assign]
 
     def _step(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        for before in optimizer._optimizer_step_pre_hooks.values():
+        for before in _torch.step_pre_hooks(optimizer):
             before(optimizer, (), {})
         gradients = {
             self._names[id(each)]: each.grad
@@ -226,7 +227,7 @@ class ClusterVariables:
             if each.grad is not None
         }
         self._push(number, gradients, plain_options(optimizer))
-        for after in optimizer._optimizer_step_post_hooks.values():
+        for after in _torch.step_post_hooks(optimizer):
             after(optimizer, (), {})
 
     def _push(self, number: int, gradients: dict[str, torch.Tensor], options: tuple[dict[str, Plain], ...]) -> None:

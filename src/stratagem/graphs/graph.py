@@ -10,13 +10,14 @@ import difflib
 import functools
 import numbers
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias, final
 
 import numpy as np
 import torch
 
+from stratagem import _torch
 from stratagem.errors import GraphError, GraphTypeError
 from stratagem.graphs.graph_tensor import GraphTensor, RecordingMode
 from stratagem.graphs.nodes import Initializer, Kind, Node, Output, described, same_form
@@ -81,7 +82,7 @@ class Graph:
     def __enter__(self) -> Self:
         stack = contextlib.ExitStack()
         stack.enter_context(scopes.recording())
-        stack.enter_context(_without_mkldnn())
+        stack.enter_context(_torch.without_mkldnn())
         stack.enter_context(RecordingMode(self.recorder))
         _open.graphs.append(self)
         self._entered.append(stack)
@@ -300,17 +301,6 @@ def global_variables_initializer() -> VariablesInitializer:
     """
     graph = get_default_graph()
     return VariablesInitializer(graph, graph.variables)
-
-
-@contextlib.contextmanager
-def _without_mkldnn() -> Iterator[None]:
-    """Recurrent layers are recorded as operations that every device has, not as ones that this CPU alone has."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 def _fill_with(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,8 @@ import dataclasses
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from stratagem import _torch, _tree
 from stratagem.errors import GraphError
 from stratagem.graphs.nodes import Node, Output, described
 from stratagem.placement import scopes
@@ -72,7 +71,7 @@ class GraphTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, recorder: Recorder, cell: Cell, *, requires_grad: bool = False) -> "GraphTensor":
         meta = cell.output.meta
-        made: GraphTensor = torch.Tensor._make_wrapper_subclass(
+        made: GraphTensor = _torch.wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=_HOST, requires_grad=requires_grad
         )
         made.recorder = recorder
@@ -82,10 +81,10 @@ class GraphTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Lets modes above see that a call concerns a graph; readies torch for unknown sizes."""
-        graph = (each.recorder for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, GraphTensor))
+        graph = (each.recorder for each in _tree.leaves((args, kwargs)) if isinstance(each, GraphTensor))
         sizes = next((each.sizes for each in graph), None)
         with (
-            torch._C.DisableTorchFunctionSubclass(),
+            torch.DisableTorchFunctionSubclass(),
             contextlib.nullcontext() if sizes is None else sizes.recording(func),
         ):
             return func(*args, **(kwargs or {}))
@@ -118,7 +117,7 @@ class GraphTensor(torch.Tensor):
         return f"<GraphTensor {self.op_name!r} {described(self.cell.output.meta)}>"
 
 
-class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RecordingMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is on, a graph hears of everything that torch does in this thread.
 
     Args:
@@ -130,7 +129,7 @@ class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in pytree.tree_leaves((args, kwargs)):
+        for each in _tree.leaves((args, kwargs)):
             if isinstance(each, GraphTensor) and each.recorder is not self._recorder:
                 raise GraphError(
                     f"{each.op_name!r} belongs to another graph than the one that is open; leave that block first"
@@ -141,7 +140,7 @@ class RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def recorder_of(function: Any, args: Any, kwargs: Any) -> Recorder:
     """The one graph that the tensors of a call belong to."""
     found: list[GraphTensor] = []
-    for each in pytree.tree_leaves((args, kwargs)):
+    for each in _tree.leaves((args, kwargs)):
         if isinstance(each, GraphTensor):
             found.append(each)
     for other in found[1:]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 
+from stratagem import _tree
 from stratagem.devices.spec import DeviceSpec
 
 Initializer: TypeAlias = Callable[[torch.Tensor], Any]
@@ -124,29 +125,26 @@ class Node:
 
 def outputs_in(template: Any) -> Iterator[Output]:
     """The outputs that arguments refer to, in order."""
-    if isinstance(template, Output):
-        yield template
-    elif isinstance(template, tuple | list):
-        for each in template:
-            yield from outputs_in(each)
-    elif isinstance(template, dict):
-        yield from outputs_in(list(template.values()))
+    return (each for each in _tree.leaves(template, _is_open) if isinstance(each, Output))
 
 
 def is_filled(template: Any) -> bool:
     """Whether arguments refer to no outputs and no sizes."""
-    if isinstance(template, Output | Size):
-        return False
-    return not isinstance(template, tuple | list) or all(is_filled(each) for each in template)
+    return not any(_is_open(each) for each in _tree.leaves(template, _is_open))
 
 
 def filled(template: Any, value_of: Callable[[Any], Any]) -> Any:
     """Arguments with values in place of outputs and sizes."""
+    # By hand: a session does it in every run, for every operation with lists of tensors.
     if isinstance(template, Output | Size):
         return value_of(template)
     if isinstance(template, tuple | list):
         return type(template)([filled(each, value_of) for each in template])
     return template
+
+
+def _is_open(value: Any) -> bool:
+    return isinstance(value, Output | Size)
 
 
 def described(tensor: torch.Tensor) -> str:

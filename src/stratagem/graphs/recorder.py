@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stratagem import _torch, _tree
 from stratagem._caller import users_line
 from stratagem.devices.spec import DeviceSpec
 from stratagem.errors import GraphError
@@ -124,13 +124,13 @@ class GraphRecorder:
 
     def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operation of torch: noted if it concerns the graph, otherwise run."""
-        tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        tensors = [each for each in _tree.leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         if not (self._concerns(function, tensors) or self._has_symbols(args)):
             result = function(*args, **kwargs)
             if (
                 function not in recording_rules.SAME or args[0] in self._born
             ):  # `parameter.data` is the parameter's memory
-                for each in pytree.tree_leaves(result):
+                for each in _tree.leaves(result):
                     if isinstance(each, torch.Tensor):
                         self._born[each] = True
             return result
@@ -141,7 +141,7 @@ class GraphRecorder:
         function = recording_rules.DEFINITE.get(function, function)
         if function in recording_rules.BATCH_NORM:
             return self._batch_norm(args, kwargs)
-        if function._schema.is_mutable:
+        if _torch.schema_of(function).is_mutable:
             return self._in_place(function, args, kwargs)
         return self._out_of_place(function, args, kwargs)
 
@@ -150,29 +150,29 @@ class GraphRecorder:
             return True
         if self._adopts_all:
             return any(each not in self._born for each in tensors)
-        reads = torch.is_grad_enabled() and not function._schema.is_mutable
+        reads = torch.is_grad_enabled() and not _torch.schema_of(function).is_mutable
         return reads and any(_is_parameter(each) for each in tensors)
 
     def _has_symbols(self, args: tuple[Any, ...]) -> bool:
-        return self.sizes is not None and any(isinstance(each, torch.SymInt) for each in pytree.tree_leaves(args))
+        return self.sizes is not None and any(isinstance(each, torch.SymInt) for each in _tree.leaves(args))
 
     def _out_of_place(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         node, result = self._operation(function, args, kwargs)
         view = None
-        if any(each.alias_info is not None for each in function._schema.returns):
+        if any(each.alias_info is not None for each in _torch.schema_of(function).returns):
             base = self._cell(args[0])
             view = View(base, base.version, function, args, kwargs)
-        leaves, structure = pytree.tree_flatten(result)
+        leaves, structure = _tree.flatten(result)
         indices = iter(range(len(node.outputs)))
         made = [None if each is None else self.tensor(node, next(indices), view=view) for each in leaves]
-        return pytree.tree_unflatten(made, structure)
+        return _tree.unflatten(made, structure)
 
     def _operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Node, Any]:
         """The node of an operation, and what it returns with tensors that have only a shape."""
         args, kwargs = self._templates(args), {name: self._templates(each) for name, each in kwargs.items()}
         type_name = recording_rules.type_name(function)
         result = self._metas(function, type_name, args, kwargs)
-        metas = [each for each in pytree.tree_leaves(result) if each is not None]
+        metas = [each for each in _tree.leaves(result) if each is not None]
         if not all(isinstance(each, torch.Tensor) for each in metas):
             raise GraphError(f"{function} gives something that is not a tensor; a graph holds tensors only")
         node = self.add(Kind.OPERATION, type_name, metas, function=function, args=args, kwargs=kwargs)
@@ -196,7 +196,7 @@ class GraphRecorder:
             with contextlib.nullcontext() if self.sizes is None else self.sizes.computing():
                 return function(*args, **kwargs)
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
-            shapes = ", ".join(described(each) for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor))
+            shapes = ", ".join(described(each) for each in _tree.leaves(args) if isinstance(each, torch.Tensor))
             why = str(error).strip().partition("\n")[0]
             if "symbolic sizes" in why:
                 why = "torch needs the number of an unknown size for it; give the placeholder that size"
@@ -212,11 +212,13 @@ class GraphRecorder:
                 f"{function} writes into its arguments in a way that a graph does not record; use a function that "
                 f"returns its result"
             )
-        targets = [self._written(each) for each in pytree.tree_leaves(args[0])]
+        targets = [self._written(each) for each in _tree.leaves(args[0])]
         if torch.is_grad_enabled():
             for target in targets:
                 self._require_whole(target, recording_rules.type_name(function))
-        defaults = [each.default_value for each in function._schema.arguments[len(args) :] if not each.kwarg_only]
+        defaults = [
+            each.default_value for each in _torch.schema_of(function).arguments[len(args) :] if not each.kwarg_only
+        ]
         if overload is _aten.bernoulli.p and _memory_order(targets[0].output.meta) != [*range(args[0].dim())]:
             self._change(targets[0], self._chance(targets[0], (*args[1:], *defaults), kwargs))
             return args[0]
@@ -277,13 +279,14 @@ class GraphRecorder:
     # What the tensors of a call stand for
 
     def _templates(self, args: Any) -> Any:
-        if isinstance(args, torch.Tensor):
-            return self._current(self._cell(args))
-        if isinstance(args, tuple | list):
-            return type(args)(self._templates(each) for each in args)
-        if isinstance(args, torch.SymInt | torch.SymFloat) and self.sizes is not None:
-            return self.sizes.size(args)
-        return args
+        def template(each: Any) -> Any:
+            if isinstance(each, torch.Tensor):
+                return self._current(self._cell(each))
+            if isinstance(each, torch.SymInt | torch.SymFloat) and self.sizes is not None:
+                return self.sizes.size(each)
+            return each
+
+        return _tree.map(template, args)
 
     def _with_metas(self, template: Any) -> Any:
         sizes = self.sizes
@@ -323,7 +326,7 @@ class GraphRecorder:
         """Of a tensor that is changed in place; one that the program had before the graph keeps what is written."""
         if isinstance(tensor, GraphTensor) or id(tensor) in self._adopted:
             return self._cell(tensor)
-        if tensor._is_view():
+        if _torch.is_view(tensor):
             raise GraphError(
                 f"a part {described(tensor)} of a tensor of the program would be changed in place; a graph records "
                 f"changes of whole tensors. Make a new tensor with torch.where, torch.cat or the like"
@@ -348,8 +351,8 @@ class GraphRecorder:
     def _captured(self, tensor: torch.Tensor) -> Cell:
         """A tensor of the program as it is now; kept once while it does not change."""
         known = self._constants.get(tensor)  # type: ignore[no-untyped-call]
-        if known is None or known[0] != tensor._version:
-            known = (tensor._version, Cell(Output(self.constant(tensor), 0)))
+        if known is None or known[0] != _torch.version_of(tensor):
+            known = (_torch.version_of(tensor), Cell(Output(self.constant(tensor), 0)))
             self._constants[tensor] = known
         cell: Cell = known[1]
         return cell
@@ -369,12 +372,12 @@ class GraphRecorder:
 
     def _note_gradient(self, node: Node) -> None:
         """An operation of a backward pass runs where the one runs whose gradient it is, whatever the scopes ask."""
-        running = torch._C._current_autograd_node()
+        running = _torch.current_autograd_node()
         if running is None:
             # What follows without a gradient of its own has the same number.
-            self._by_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, node)
+            self._by_sequence.setdefault(_torch.next_sequence_number() - 1, node)
             return
-        node.beside = self._by_sequence.get(running._sequence_nr())
+        node.beside = self._by_sequence.get(_torch.sequence_number(running))
         if node.beside is not None:
             node.spec = node.beside.spec
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from stratagem import _torch
 from stratagem.placement.names import type_of
 
 _aten: Final = torch.ops.aten
@@ -45,7 +46,7 @@ TYPES: Final = {
 
 def type_name(function: Any) -> str:
     """What an operation computes, in TensorFlow's words."""
-    name = function._schema.name.partition("::")[2]
+    name = _torch.schema_of(function).name.partition("::")[2]
     return TYPES.get(name) or type_of(name)
 
 
@@ -61,7 +62,7 @@ def put_back(function: Any, args: tuple[Any, ...], whole: torch.Tensor, part: to
     Returns:
         The new tensor; None if that cannot be said of this function.
     """
-    match function._schema.name.partition("::")[2]:
+    match _torch.schema_of(function).name.partition("::")[2]:
         case "t":
             return part.t()
         case "transpose":
@@ -81,10 +82,12 @@ def put_back(function: Any, args: tuple[Any, ...], whole: torch.Tensor, part: to
 @functools.cache
 def functional(function: Any) -> Any:
     """The operation that computes what an in-place one writes into its first argument; None if there is none."""
-    written = [each.alias_info is not None and each.alias_info.is_write for each in function._schema.arguments]
-    namespace, _, name = function._schema.name.partition("::")
+    written = [
+        each.alias_info is not None and each.alias_info.is_write for each in _torch.schema_of(function).arguments
+    ]
+    namespace, _, name = _torch.schema_of(function).name.partition("::")
     if function in FUNCTIONAL:
         return FUNCTIONAL[function]
     if namespace != "aten" or not name.endswith("_") or written != [True] + [False] * (len(written) - 1):
         return None
-    return getattr(getattr(_aten, name.removesuffix("_"), None), function._overloadname, None)
+    return getattr(getattr(_aten, name.removesuffix("_"), None), _torch.overload_of(function), None)

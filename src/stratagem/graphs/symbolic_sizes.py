@@ -6,7 +6,6 @@ when the first unknown size comes.
 """
 
 import contextlib
-import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,21 +13,15 @@ from typing import Any, Final, final
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental import _config as shapes_config
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
+from stratagem import _torch, _tree
 from stratagem._caller import LIBRARIES, short_line
 from stratagem.errors import FeedError, GraphError
 from stratagem.graphs.nodes import Kind, Node, Output, Size, described, filled
 
 # Stand-ins for an unknown number; that a result has the same form for both shows that it does not depend on one of
 # them. Both can be halved and divided by three, as programs do to whole batches.
-_torch_log: Final = logging.getLogger("torch._subclasses.fake_tensor")
 _EXAMPLE: Final = 12
 _OTHER: Final = 24
 _RECURRENT: Final = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
@@ -42,7 +35,7 @@ class UnknownSizes:
 
     def __init__(self) -> None:
         self._environment = _Environment(specialize_zero_one=False, duck_shape=False)
-        self._mode = FakeTensorMode(shape_env=self._environment)
+        self._mode = _torch.FakeTensorMode(shape_env=self._environment)
         self._expressions: list[Any] = []
         self._symbols: list[Any] = []
         self._sizes: dict[Any, Size] = {}
@@ -53,7 +46,7 @@ class UnknownSizes:
     def placeholder(self, name: str, shape: Sequence[int | None], dtype: torch.dtype) -> torch.Tensor:
         """The form of a placeholder, with a symbol for each size that is not given."""
         full = [self._new(name, index) if size is None else size for index, size in enumerate(shape)]
-        with _disable_current_modes(), self._mode:
+        with _torch.without_dispatch_modes(), self._mode:
             return torch.empty(full, dtype=dtype, device="meta")
 
     @contextlib.contextmanager
@@ -62,24 +55,27 @@ class UnknownSizes:
         # Written in C++ for known sizes; torch has them in Python too.
         recurrent = getattr(function, "__name__", "") in _RECURRENT
         with (
-            shapes_config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]
-            enable_python_dispatcher() if recurrent else contextlib.nullcontext(),
+            _torch.any_size(),
+            _torch.python_dispatcher() if recurrent else contextlib.nullcontext(),
         ):
             yield
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
         """Around an operation on forms; what it finds out about sizes is checked with the numbers instead."""
-        before, _torch_log.disabled = _torch_log.disabled, True  # what fails is told in one sentence
+        before, _torch.fake_tensor_log.disabled = (
+            _torch.fake_tensor_log.disabled,
+            True,
+        )  # what fails is told in one sentence
         try:
-            with self._environment.suppress_guards(), self._mode, enable_python_dispatcher():
+            with self._environment.suppress_guards(), self._mode, _torch.python_dispatcher():
                 yield
         finally:
-            _torch_log.disabled = before
+            _torch.fake_tensor_log.disabled = before
 
     def form(self, meta: torch.Tensor) -> torch.Tensor:
         """A tensor without values that can be computed with in `computing`."""
-        return meta if isinstance(meta, FakeTensor) else self._mode.from_tensor(meta, static_shapes=True)
+        return meta if isinstance(meta, _torch.FakeTensor) else self._mode.from_tensor(meta, static_shapes=True)
 
     def size(self, symbol: torch.SymInt | torch.SymFloat) -> Size:
         """What stands for a symbol in the arguments of a node."""
@@ -121,8 +117,8 @@ class UnknownSizes:
         found: dict[Any, int] = {}
         for output, value in feeds.items():
             for index, size in enumerate(output.meta.shape):
-                if isinstance(size, torch.SymInt) and size.node._expr.is_Symbol:
-                    number = found.setdefault(size.node._expr, value.shape[index])
+                if isinstance(size, torch.SymInt) and _torch.expression_of(size).is_Symbol:
+                    number = found.setdefault(_torch.expression_of(size), value.shape[index])
                     if number != value.shape[index]:
                         raise FeedError(
                             f"{output.node.name!r} was fed shape {tuple(value.shape)}, whose size {index} must be "
@@ -174,7 +170,7 @@ class UnknownSizes:
                 named = {name: filled(each, value_of) for name, each in node.kwargs.items()}
                 if named.get("device") is not None:
                     named["device"] = torch.device("meta")
-                results = pytree.tree_leaves(node.function(*filled(node.args, value_of), **named))
+                results = _tree.leaves(node.function(*filled(node.args, value_of), **named))
                 found = [tuple(each.shape) for each in results if each is not None]
         except FeedError:
             raise
@@ -189,7 +185,7 @@ class UnknownSizes:
             )
 
     def _new(self, name: str, index: int) -> Any:
-        source = ConstantSource(f"{name}_{index}")
+        source = _torch.constant_source(f"{name}_{index}")
         symbol = self._environment.create_symbol(
             _EXAMPLE, source=source, dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=True
         )
@@ -248,7 +244,7 @@ class Numbers:
 
     def form_of(self, meta: torch.Tensor, node: Node) -> torch.Tensor:
         """A tensor without values that has the shape, order and type of one in this run."""
-        if not isinstance(meta, FakeTensor):
+        if not isinstance(meta, _torch.FakeTensor):
             return meta
         shape, strides = (self._resolved(each, node) or () for each in (meta.shape, meta.stride()))
         return torch.empty_strided(shape, strides, dtype=meta.dtype, device="meta")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
-from torch.utils import _pytree as pytree
 
+from stratagem import _tree
 from stratagem.errors import GraphError, GraphTypeError
 from stratagem.graphs.graph import Graph, placeholder
 from stratagem.graphs.graph_tensor import GraphTensor
@@ -49,7 +49,7 @@ class Traced:
 
     def feed(self, *args: Any) -> dict[torch.Tensor, Any]:
         """What to feed for arguments like those that it was traced with."""
-        tensors = [each for each in pytree.tree_leaves(args) if isinstance(each, torch.Tensor)]
+        tensors = [each for each in _tree.leaves(args) if isinstance(each, torch.Tensor)]
         if len(tensors) != len(self.inputs):
             raise GraphError(f"the function was traced with {len(self.inputs)} tensors, got {len(tensors)}")
         return dict(zip(self.inputs, tensors, strict=True))
@@ -83,7 +83,7 @@ def trace(function: Callable[..., Any], *examples: Any) -> Traced:
     if not callable(function):
         raise GraphTypeError(f"a function is traced, got {function!r}")
     graph = Graph(_recorder=GraphRecorder(adopts_all=True))
-    leaves, structure = pytree.tree_flatten(examples)
+    leaves, structure = _tree.flatten(examples)
     with graph, recordable_optimizers():
         given = [
             placeholder(each.dtype, each.shape, name=f"input_{index}")
@@ -95,7 +95,7 @@ def trace(function: Callable[..., Any], *examples: Any) -> Traced:
             if isinstance(example, torch.Tensor) and example.requires_grad:
                 made.requires_grad_()
         try:
-            outputs = pytree.tree_map(_output, function(*pytree.tree_unflatten(given, structure)))
+            outputs = _tree.map(_output, function(*_tree.unflatten(given, structure)))
         finally:
             graph.recorder.give_back_gradients()
         traced = Traced(graph, tuple(each for each in given if isinstance(each, GraphTensor)), outputs, graph.updates)
@@ -118,7 +118,7 @@ def _output(value: Any) -> Any:
 def _refuse_what_was_kept(traced: Traced) -> None:
     """A tensor that a function has made has another value in each run; kept outside, it would mean none of them."""
     gc.collect()
-    known = [*traced.inputs, *traced.updates, *pytree.tree_leaves(traced.outputs)]
+    known = [*traced.inputs, *traced.updates, *_tree.leaves(traced.outputs)]
     kept = traced.graph.recorder.alive_besides(known)
     if kept:
         raise GraphError(

@@ -13,8 +13,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import _disable_current_modes
 
+from stratagem import _torch
 from stratagem.errors import GraphError
 
 # Those whose state begins with zeros.
@@ -26,7 +26,7 @@ def recordable_optimizers() -> Iterator[None]:
     """Inside the block, steps of optimizers can be recorded."""
     changed: list[dict[str, Any]] = []
     starting: list[torch.optim.Optimizer] = []
-    before = torch.compiler._is_compiling_flag
+    before = torch.compiler.is_compiling()
 
     def prepare(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer in starting:
@@ -36,15 +36,15 @@ def recordable_optimizers() -> Iterator[None]:
                 group["capturable"] = True
                 changed.append(group)
         # Otherwise torch takes counters in tensors for a matter of GPUs only.
-        torch.compiler._is_compiling_flag = True
+        _torch.set_compiling(True)
         starting.append(optimizer)
-        with _disable_current_modes():
+        with _torch.without_dispatch_modes():
             _start(optimizer)
         starting.remove(optimizer)
 
     def put_back(*_: Any) -> None:
         if not starting:
-            torch.compiler._is_compiling_flag = before
+            _torch.set_compiling(before)
             for group in changed:
                 group["capturable"] = False
             changed.clear()

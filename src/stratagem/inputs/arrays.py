@@ -5,8 +5,8 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
+from stratagem import _tree
 from stratagem.errors import StrategyError
 
 
@@ -21,8 +21,8 @@ class ArrayDataset(torch.utils.data.Dataset[Any]):
     """
 
     def __init__(self, arrays: Any) -> None:
-        self._arrays = pytree.tree_map(_as_tensor, arrays)
-        leaves = pytree.tree_leaves(self._arrays)
+        self._arrays = _tree.map(_as_tensor, arrays)
+        leaves = _tree.leaves(self._arrays)
         if not leaves or not all(isinstance(each, torch.Tensor | np.ndarray) and each.ndim for each in leaves):
             kinds = ", ".join(type(each).__name__ for each in leaves) or "nothing"
             raise StrategyError(f"distribute takes tensors and arrays with at least one dimension, got {kinds}")
@@ -38,14 +38,14 @@ class ArrayDataset(torch.utils.data.Dataset[Any]):
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        return pytree.tree_map(lambda each: each[index], self._arrays)
+        return _tree.map(lambda each: each[index], self._arrays)
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         first, num = indices[0], len(indices)
         if indices[-1] - first == num - 1 and list(indices) == list(range(first, first + num)):
-            return pytree.tree_map(lambda each: each[first : first + num], self._arrays)
+            return _tree.map(lambda each: each[first : first + num], self._arrays)
         chosen = torch.as_tensor(indices)
-        return pytree.tree_map(
+        return _tree.map(
             lambda each: each[chosen.to(each.device) if isinstance(each, torch.Tensor) else chosen.numpy()],
             self._arrays,
         )

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from stratagem import _tree
 from stratagem.errors import StrategyError
 from stratagem.inputs.arrays import ArrayDataset, as_they_are
 from stratagem.inputs.indexed import DistributedLoader
@@ -138,7 +138,7 @@ def _are_arrays(data: Any) -> bool:
         return True
     if not isinstance(data, tuple):
         return False
-    leaves = pytree.tree_leaves(data)
+    leaves = _tree.leaves(data)
     return bool(leaves) and all(isinstance(each, torch.Tensor | np.ndarray) for each in leaves)
 
 
@@ -146,7 +146,7 @@ def _require_batches(data: Any) -> None:
     """Refuses what does not say by itself what its global batches are."""
     arrays = torch.Tensor, np.ndarray
     direct = isinstance(data, tuple) and any(isinstance(each, arrays) for each in data)
-    if direct or isinstance(data, (*arrays, dict)) or pytree.is_namedtuple_instance(data):
+    if direct or isinstance(data, (*arrays, dict)) or _tree.is_namedtuple(data):
         raise StrategyError(
             f"a {type(data).__name__} of tensors or arrays is divided into batches by distribute, so it needs "
             f"global_batch_size=; an iterable of batches can be a list, a DataLoader or a generator"

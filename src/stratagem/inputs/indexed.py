@@ -15,10 +15,11 @@ from torch.utils import data
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
+from stratagem.engine import random_state
 from stratagem.errors import StrategyError
 from stratagem.inputs import portions
 from stratagem.inputs.arrays import ArrayDataset, as_they_are
-from stratagem.inputs.loading import Indices, Source, random_state_kept
+from stratagem.inputs.loading import Indices, Source
 from stratagem.inputs.portions import Lease, Part, Portion
 from stratagem.inputs.reader import Host, send_waiting, waiting_calls
 from stratagem.inputs.splitting import Evenness, assemble, emptied, offsets
@@ -98,7 +99,7 @@ class DistributedLoader:
         index = first.indices[0]
         following = ((-1, [index, index]), (first.number, first.indices), *first.ahead)
         try:
-            with random_state_kept():
+            with random_state.kept():
                 one = portions.load(_renumbered(first, -2, [index], following))
                 two = portions.load(_renumbered(first, -1, [index, index], following[1:]))
         except Exception:

@@ -6,7 +6,6 @@ is decided by the controller.
 
 import contextlib
 import ctypes
-import random
 import signal
 import sys
 import threading
@@ -16,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.pin_memory import pin_memory
 
+from stratagem import _torch
+from stratagem.engine import random_state
 from stratagem.processes.child import this_child
 
 _PR_SET_PDEATHSIG = 1
@@ -52,7 +51,7 @@ class Source:
         many = getattr(self.dataset, "__getitems__", None)
         batch = self.collate_fn(many(indices) if many else [self.dataset[index] for index in indices])
         if self.pin_memory and torch.accelerator.is_available():
-            return pin_memory(batch)  # type: ignore[no-untyped-call]  # torch does not say its types
+            return _torch.pin_memory(batch)  # type: ignore[no-untyped-call]  # torch does not say its types
         return batch
 
     @property
@@ -104,9 +103,9 @@ class ThreadLoader(Loader):
         coming, self._next = self._next, None
         batch = coming.result() if coming is not None else None
         if coming is None or coming.number != number:
-            before = _random_state() if self._threaded else []
+            before = random_state.current() if self._threaded else None
             batch = self._source.fetch(indices)
-            self._threaded = self._threaded and _random_state() == before
+            self._threaded = before is not None and random_state.current().is_same(before)
         elif coming.error is not None:
             raise coming.error
         if self._threaded and ahead:
@@ -223,21 +222,3 @@ class _Prefetch:
             self._batch = source.fetch(indices)
         except BaseException as error:
             self.error = error
-
-
-def _random_state() -> list[Any]:
-    """Where the generators stand that a dataset may draw from."""
-    name, keys, position, *_ = np.random.get_state(legacy=True)
-    return [torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(keys).tobytes(), position]
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Leaves the generators as they were."""
-    kept_random, kept_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(kept_random)
-        np.random.set_state(kept_numpy)

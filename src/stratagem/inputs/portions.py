@@ -7,8 +7,7 @@ functions at the end are what the controller calls in its children, and in itsel
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from torch.utils import _pytree as pytree
-
+from stratagem import _tree
 from stratagem.errors import StrategyError
 from stratagem.inputs.loading import Indices, Loader, Numbered, Source
 from stratagem.inputs.splitting import flatten
@@ -68,13 +67,13 @@ class Portion:
             )
         return _known[self.key].leaves(self)
 
-    def flatten(self, batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    def flatten(self, batch: Any) -> tuple[list[Any], _tree.Structure]:
         """The leaves of a batch of this portion, and how they hang together."""
         if self.template is None:
             return flatten(batch)
-        structure = pytree.tree_flatten(self.template)[1]
+        structure = _tree.structure(self.template)
         try:
-            return structure.flatten_up_to(batch), structure
+            return _tree.flatten_as(structure, batch), structure
         except ValueError as error:
             raise StrategyError(
                 f"global batch {self.number} has another structure than the first: {error}; "

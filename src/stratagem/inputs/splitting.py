@@ -10,8 +10,8 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
+from stratagem import _tree
 from stratagem.errors import StrategyError, UnevenDataError
 from stratagem.objects.per_replica import PerReplica, load_deferred
 
@@ -91,14 +91,14 @@ def is_leaf(value: Any) -> bool:
     )
 
 
-def flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
+def flatten(batch: Any) -> tuple[list[Any], _tree.Structure]:
     """The leaves of a batch, and how they hang together."""
-    return pytree.tree_flatten(batch, is_leaf=is_leaf)
+    return _tree.flatten(batch, is_leaf=is_leaf)
 
 
-def assemble(leaves: Sequence[Any], structure: pytree.TreeSpec) -> Any:
+def assemble(leaves: Sequence[Any], structure: _tree.Structure) -> Any:
     """A batch of such leaves; a list of them becomes a tuple, so that it can be the `args` of a run."""
-    batch = pytree.tree_unflatten(leaves, structure)
+    batch = _tree.unflatten(leaves, structure)
     return tuple(batch) if type(batch) is list else batch
 
 
@@ -145,7 +145,7 @@ def emptied_batch(batch: Any) -> Any:
         own = [emptied(value, count) for value, count in zip(load_deferred(leaf.values), counts, strict=True)]
         return PerReplica(own, (0,) * len(leaf))
 
-    return pytree.tree_map(without, batch, is_leaf=lambda each: isinstance(each, PerReplica))
+    return _tree.map(without, batch, is_leaf=lambda each: isinstance(each, PerReplica))
 
 
 def join(batches: Sequence[Any], num_replicas: int, evenness: Evenness, what: str) -> Any:

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
+from stratagem import _tree
 from stratagem.inputs.splitting import is_leaf
 
 _LEAF = 0
@@ -20,17 +19,18 @@ def common_template(one: Any, two: Any) -> Any:
 
 
 def _common(one: Any, two: Any) -> Any:
+    # By hand: it goes into two batches at once, and stops where they differ.
     if type(one) is not type(two) or is_leaf(one):
         return _LEAF
     if isinstance(one, dict) and list(one) == list(two):
         return {key: _common(one[key], two[key]) for key in one}
     if isinstance(one, list | tuple) and len(one) == len(two):
         parts = [_common(*pair) for pair in zip(one, two, strict=True)]
-        if pytree.is_namedtuple_instance(one):
+        if _tree.is_namedtuple(one):
             return type(one)(*parts)
         return type(one)(parts) if type(one) in (list, tuple) else _LEAF
     return _LEAF
 
 
 def _shape(batch: Any) -> Any:
-    return pytree.tree_structure(batch, is_leaf=is_leaf)
+    return _tree.structure(batch, is_leaf=is_leaf)

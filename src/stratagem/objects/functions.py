@@ -20,6 +20,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from stratagem import _torch
 from stratagem.processes.packing import global_names, is_filled, travels_by_value
 
 _tokens = itertools.count(1)
@@ -167,7 +168,7 @@ def _note_tensor(tensor: torch.Tensor, found: list[Any]) -> tuple[()] | None:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
     content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    version = None if tensor.is_inference() else tensor._version
+    version = None if tensor.is_inference() else _torch.version_of(tensor)
     found += [(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, version), zlib.crc32(content.data)]
     return ()
 

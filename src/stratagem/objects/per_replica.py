@@ -11,8 +11,8 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
+from stratagem import _torch, _tree
 from stratagem.errors import StrategyError
 from stratagem.processes.packing import Raw
 
@@ -37,7 +37,7 @@ class Deferred(ABC):
 
 def load_deferred(value: Any) -> Any:
     """A nesting of values with everything loaded that the replica makes itself."""
-    return _mapped(lambda each: each.load() if isinstance(each, Deferred) else each, value)
+    return _tree.map(lambda each: each.load() if isinstance(each, Deferred) else each, value)
 
 
 @final
@@ -144,7 +144,7 @@ def pack_result(result: Any, kept: Any) -> Any:
         kept.values[kept.next_number] = value
         return Remote(kept.next_number)
 
-    return _mapped(pack, result)
+    return _tree.map(pack, result)
 
 
 def join_results(
@@ -161,8 +161,8 @@ def join_results(
         fetch: Brings a value that stayed in its replica, by rank and number.
         forget: Told of a value that nobody will ask for any more, likewise; lives as long as the value.
     """
-    own = _mapped(_kept, results[0])
-    flat = [pytree.tree_flatten(result) for result in (own, *results[1:])]
+    own = _tree.map(_kept, results[0])
+    flat = [_tree.flatten(result) for result in (own, *results[1:])]
     for rank, (_, structure) in enumerate(flat):
         if structure != flat[0][1]:
             raise StrategyError(
@@ -178,7 +178,7 @@ def join_results(
         return PerReplica(held, counts)
 
     leaves = [leaf(values) for values in zip(*(leaves for leaves, _ in flat), strict=True)]
-    return pytree.tree_unflatten(leaves, flat[0][1])
+    return _tree.unflatten(leaves, flat[0][1])
 
 
 def select(value: Any, replica: int, *, sent: bool = False) -> Any:
@@ -196,7 +196,7 @@ def select(value: Any, replica: int, *, sent: bool = False) -> Any:
         own = each[replica]
         return Raw(own) if sent and isinstance(own, torch.Tensor) and _is_ordinary(own) else own
 
-    return _mapped(part, value)
+    return _tree.map(part, value)
 
 
 def copied(value: Any, is_reference: Callable[[Any], bool]) -> Any:
@@ -216,19 +216,12 @@ def copied(value: Any, is_reference: Callable[[Any], bool]) -> Any:
             return each.detach().clone().requires_grad_(each.requires_grad)
         return each.copy() if isinstance(each, np.ndarray) else each
 
-    return _mapped(copy, value)
+    return _tree.map(copy, value)
 
 
 def counts_of(*values: Any) -> tuple[int, ...] | None:
     """How many examples each replica has in the distributed batch among some values, if there is one."""
-    found: list[tuple[int, ...]] = []
-
-    def look(each: Any) -> Any:
-        if isinstance(each, PerReplica) and each.counts:
-            found.append(each.counts)
-
-    _mapped(look, values)
-    return found[0] if found else None
+    return next((each.counts for each in _tree.leaves(values) if isinstance(each, PerReplica) and each.counts), None)
 
 
 def reduce(op: str, value: PerReplica, *, weighted: bool) -> Any:
@@ -292,12 +285,12 @@ def _as_it_is_now(value: torch.Tensor) -> torch.Tensor:
 
 def _is_held_elsewhere(value: torch.Tensor) -> bool:
     """Whether something else may write to a tensor's memory: it is a parameter, a view of one, or its `.data`."""
-    if value._is_view():
-        return value.is_leaf or (value._base is not None and value._base.is_leaf)
+    if _torch.is_view(value):
+        return value.is_leaf or ((base := _torch.base_of(value)) is not None and base.is_leaf)
     if not value.is_leaf or value.layout != torch.strided:
         return False
     # A tensor of its own has the only count but that of the object that is asked.
-    return value.requires_grad or torch._C._storage_Use_Count(value.untyped_storage()._cdata) > 2
+    return value.requires_grad or _torch.num_storage_users(value) > 2
 
 
 def _kept(value: Any) -> Any:
@@ -314,26 +307,6 @@ def _is_ordinary(value: torch.Tensor) -> bool:
     return value.is_contiguous() and not (
         value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg()
     )
-
-
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """A nesting with a function applied to each leaf; `PerReplica` is one.
-
-    Plain tuples, lists and dicts are most of what there is, and this is done several times in each run.
-    """
-    kind = type(value)
-    if kind is tuple:
-        return tuple([_mapped(function, each) for each in value])
-    if kind is list:
-        return [_mapped(function, each) for each in value]
-    if kind is dict:
-        return {key: _mapped(function, each) for key, each in value.items()}
-    if kind in _LEAVES:
-        return function(value)
-    return pytree.tree_map(function, value)
-
-
-_LEAVES = frozenset({PerReplica, torch.Tensor, Raw, Remote, bool, int, float, str, type(None)})
 
 
 def _outline(value: Any) -> str:

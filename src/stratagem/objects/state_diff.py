@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from stratagem import _torch
 from stratagem.errors import StrategyError
 
 PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
@@ -25,11 +26,6 @@ kept_elsewhere: list[type] = []
 
 _FUNCTIONS = frozenset({types.FunctionType, types.BuiltinFunctionType})
 _SEQUENCES = frozenset({list, tuple})
-_HELD = ("_modules", "_parameters", "_buffers")
-_HOOKS = (
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs"),
-    *("_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks"),
-)
 _NO_NAME = -1  # of a part that only this replica has
 
 Snapshot = dict[int, Any]
@@ -76,7 +72,7 @@ def unknown_parts(objects: Iterable[Any], known: Container[Any]) -> list[Any]:
         part
         for obj in objects
         if isinstance(obj, torch.nn.Module)
-        for kind in _HELD
+        for kind in _torch.MODULE_PARTS
         for part in obj.__dict__[kind].values()
         if part is not None and part not in known
     ]
@@ -88,8 +84,8 @@ def _values(obj: Any, names: dict[int, int]) -> Any:
         return obj.requires_grad
     if isinstance(obj, torch.nn.Module):
         members = obj.__dict__
-        held = tuple([_named_parts(members[kind], names) for kind in _HELD])
-        hooks = {kind: dict(found) for kind in _HOOKS if (found := members[kind])}
+        held = tuple([_named_parts(members[kind], names) for kind in _torch.MODULE_PARTS])
+        hooks = {kind: dict(found) for kind in _torch.MODULE_HOOKS if (found := members[kind])}
         plain = _plain_members(members, functions=not isinstance(obj, tuple(kept_elsewhere)))
         return _OfModule(type(obj).__qualname__, plain, held, hooks)
     if isinstance(obj, torch.optim.Optimizer):
@@ -165,7 +161,7 @@ def _set_values(obj: Any, values: Any, resolve: Callable[[int], Any]) -> None:
             obj.load_state_dict(values)
     elif isinstance(values, _OfModule):
         obj.__dict__.update(values.plain or {})
-        for kind, named in zip(_HELD, values.held or (), strict=False):
+        for kind, named in zip(_torch.MODULE_PARTS, values.held or (), strict=False):
             _set_parts(obj.__dict__[kind], named, resolve)
         if values.hooks is not None:
             _set_hooks(obj, values.hooks)
@@ -182,7 +178,7 @@ def _set_parts(parts: dict[str, Any], named: dict[str, int | None], resolve: Cal
 
 
 def _set_hooks(module: torch.nn.Module, hooks: dict[str, dict[int, Any]]) -> None:
-    for kind in _HOOKS:
+    for kind in _torch.MODULE_HOOKS:
         # The same dict: handles that remove a hook know it.
         own = module.__dict__[kind]
         own.clear()

@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from stratagem import _tree
 from stratagem.placement.residence import Place
 
 Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor, Place]]
@@ -13,6 +14,7 @@ Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor, Place]]
 
 def tensors_in(values: Iterable[Any]) -> Iterable[torch.Tensor]:
     """All tensors, also those in lists."""
+    # By hand: inside `sg.device` it is done for every operation, whose arguments are no deeper.
     for each in values:
         if isinstance(each, torch.Tensor):
             yield each
@@ -27,16 +29,10 @@ def replaced(
     if not copies:
         return args, kwargs
     by_tensor = {id(tensor): copied for tensor, copied, _ in copies}
-    swapped = tuple(_swapped(value, by_tensor) for value in args)
-    return swapped, {key: _swapped(value, by_tensor) for key, value in kwargs.items()}
-
-
-def _swapped(value: Any, by_tensor: Mapping[int, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return by_tensor.get(id(value), value)
-    if type(value) in (tuple, list):
-        return type(value)(_swapped(each, by_tensor) for each in value)
-    return value
+    swapped: tuple[tuple[Any, ...], dict[str, Any]] = _tree.map(
+        lambda each: by_tensor.get(id(each), each), (args, dict(kwargs))
+    )
+    return swapped
 
 
 def leaves_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch.overrides import TorchFunctionMode
 
+from stratagem import _torch
 from stratagem.errors import DeviceNotFoundError, PlacementError
 from stratagem.placement import log, resolution, scopes
 from stratagem.placement.arguments import Copies, goal_of, leaves_of, replaced, tensors_in
@@ -346,7 +347,7 @@ class Placing(TorchFunctionMode):
 def _carry_back(copies: Copies, quietly: Sequence[Any]) -> None:
     """Gives originals what a function changed in their copies."""
     for tensor, copied, _ in copies:
-        counted = not copied.is_inference() and copied._version
+        counted = not copied.is_inference() and _torch.version_of(copied)
         if counted or any(tensor is each for each in quietly):
             with torch.no_grad():
                 tensor.copy_(copied)

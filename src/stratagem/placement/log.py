@@ -18,6 +18,7 @@ from stratagem.devices.inventory import Inventory, this_process
 from stratagem.devices.spec import CPU
 from stratagem.errors import DeviceTypeError
 from stratagem.placement import pictures
+from stratagem.placement.arguments import tensors_in
 from stratagem.placement.names import NameCounter, type_of
 from stratagem.placement.records import Copy, PlacementRecord
 from stratagem.placement.residence import Asked, Place, storage_of
@@ -114,7 +115,7 @@ class PlacementLog:
             line=line,
         )
         self.records.append(record)
-        for tensor in _results_in(event.results):
+        for tensor in tensors_in((event.results,)):
             self._sign(tensor, name)
         for tensor, copied, source in event.copies:
             if copied.requires_grad and copied.grad_fn is not None:
@@ -255,14 +256,6 @@ def mapping_text(inventory: Inventory) -> str:
 def _tell_changed() -> None:
     for each in _changed:
         each()
-
-
-def _results_in(results: Any) -> Iterator[torch.Tensor]:
-    if isinstance(results, torch.Tensor):
-        yield results
-    elif isinstance(results, tuple | list):
-        for each in results:
-            yield from _results_in(each)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

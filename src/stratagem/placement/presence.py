@@ -9,10 +9,7 @@ import contextlib
 import threading
 from typing import Any
 
-from torch._C import _len_torch_function_stack
-from torch.overrides import _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
-
+from stratagem import _torch
 from stratagem.devices.inventory import this_process
 from stratagem.placement import log, residence, scopes
 from stratagem.placement.eager import Placing
@@ -89,23 +86,23 @@ def _freeze(places: bool) -> None:
 def _put_in(mode: Placing) -> None:
     above = _taken_off()
     # torch's own device context insists on being the lowest.
-    if above and isinstance(above[-1], DeviceContext):
-        _push_mode(above.pop())  # type: ignore[no-untyped-call]
+    if above and isinstance(above[-1], _torch.DeviceContext):
+        _torch.push_function_mode(above.pop())
     for each in (mode, *reversed(above)):
-        _push_mode(each)  # type: ignore[no-untyped-call]
+        _torch.push_function_mode(each)
 
 
 def _take_out(mode: Placing) -> None:
     for each in reversed(_taken_off()):
         if each is not mode:
-            _push_mode(each)  # type: ignore[no-untyped-call]
+            _torch.push_function_mode(each)
 
 
 def _taken_off() -> list[Any]:
     """All modes of this thread, off the stack, the innermost first."""
     modes: list[Any] = []
-    while _len_torch_function_stack():
-        modes.append(_pop_mode())  # type: ignore[no-untyped-call]
+    while _torch.num_function_modes():
+        modes.append(_torch.pop_function_mode())
     return modes
 
 

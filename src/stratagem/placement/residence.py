@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from stratagem import _torch
 from stratagem.devices.device import LogicalDevice, mib
 from stratagem.devices.inventory import Inventory, this_process
 from stratagem.devices.memory import OutOfMemoryError
@@ -263,7 +264,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         if tensor.layout is torch.sparse_coo:
-            return tensor._values().untyped_storage()
+            return _torch.sparse_values(tensor).untyped_storage()
         return None if tensor.layout is torch.strided else tensor.values().untyped_storage()
 
 

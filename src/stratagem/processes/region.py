@@ -3,7 +3,7 @@
 Through the shared mapping a write is everyone's. Through the private mapping a process reads the
 same pages, but what it writes is its own (copy on write): so one set of pages serves every replica,
 and code that changes a tensor in place changes only its own replica's. The kernel tells which pages
-were written (`/proc/self/pagemap`), whatever wrote them.
+were written (`PAGEMAP`), whatever wrote them; `hidden_pages` says why where it does not.
 
 The memory has no name: nobody else can open it, it does not depend on the size of `/dev/shm`, and
 nothing is left behind however a program ends. It is reserved when it is made, so that a lack of
@@ -14,7 +14,7 @@ import functools
 import mmap
 import os
 import resource
-from typing import final
+from typing import Final, final
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from stratagem.devices.host import Host
 from stratagem.errors import SharedMemoryError
 
 PAGE_BYTES = mmap.PAGESIZE
+PAGEMAP: Final = "/proc/self/pagemap"
 
 _SWAPPED = np.uint64(1 << 62)  # entries from here up are in memory or swapped out
 _FILE_PAGE = np.uint64(1 << 61)
@@ -109,6 +110,22 @@ class Region:
         os.close(self.descriptor)
 
 
+@functools.cache
+def hidden_pages() -> str:
+    """Why this process cannot see which of its pages are its own; empty if it can.
+
+    Hardened containers refuse to open the page map, or have an empty file in its place.
+    """
+    region = Region.create(2 * PAGE_BYTES)
+    pages = region.private(torch.uint8, 0, region.num_bytes)
+    pages[PAGE_BYTES] = pages[0] + 1  # the first page is read, the second written
+    try:
+        seen = region.written_pages().tolist()
+    except OSError as error:
+        return f"{PAGEMAP} cannot be read: {error.strerror}"
+    return "" if seen == [1] else f"{PAGEMAP} does not show them"
+
+
 def _num_faults() -> int:
     """How many page faults all threads of this process have had."""
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -127,7 +144,7 @@ def _are_faults_counted() -> bool:
 @functools.cache
 def _pagemap(pid: int) -> int:
     """The pagemap of this process, open for as long as it lives; a fork has its own."""
-    return os.open(f"/proc/{pid}/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    return os.open(PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _view(mapping: mmap.mmap, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:

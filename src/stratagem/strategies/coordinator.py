@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
+from stratagem import _tree
 from stratagem.engine import child_calls, context
-from stratagem.engine.queued.pending_results import with_leaves
 from stratagem.engine.queued.step import Step
 from stratagem.engine.queued.workers import ParameterWorkers
 from stratagem.errors import StepCancelledError, StrategyError
@@ -261,7 +261,7 @@ def _take_in(coordinator: "weakref.ref[ClusterCoordinator]", step: Step) -> None
 
 
 def _fetched(value: Any) -> Any:
-    return with_leaves(lambda each: each.fetch() if isinstance(each, RemoteValue) else each, value)
+    return _tree.map_only(RemoteValue, RemoteValue.fetch, value)
 
 
 # In a worker

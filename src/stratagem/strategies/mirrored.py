@@ -26,7 +26,8 @@ class MirroredStrategy(Replicated):
             replicas share; for the CPU. `torch`: every replica has its own, and gradients are summed
             by torch.distributed (NCCL, or gloo on the CPU) while the backward pass goes on.
             `to_one`: the same, but summed in replica 0 and sent back; simple and slow. `auto` takes
-            `shared_memory` on the CPU and `torch` on accelerators. Where replicas have their own
+            `shared_memory` on the CPU and `torch` on accelerators, and with a warning in containers that
+            hide a process' page map, without which memory cannot be shared this way. Where replicas have their own
             variables, weights that the main program writes through `.data` do not reach them;
             write inside `torch.no_grad()`.
         stall_timeout_s: How long replicas wait for another before it counts as stalled.

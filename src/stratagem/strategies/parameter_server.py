@@ -5,8 +5,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast, final
 
-from torch.utils import _pytree as pytree
-
+from stratagem import _tree
 from stratagem._checks import require_seconds
 from stratagem.cluster.resolvers.detection import found
 from stratagem.devices.device import LogicalDevice
@@ -24,8 +23,9 @@ from stratagem.parameters import staleness
 from stratagem.parameters.consistency import Async, BoundedStaleness, Consistency, Synchronous
 from stratagem.parameters.local.board import MAX_SHARDS, MAX_WORKERS
 from stratagem.parameters.network.options import OF_CLUSTERS
+from stratagem.processes.region import hidden_pages
 from stratagem.strategies.parameter_cluster import ClusterTask, task_of
-from stratagem.strategies.replicated import Replicated, driven_here
+from stratagem.strategies.replicated import Replicated, choose_exchange, driven_here
 
 
 @final
@@ -114,8 +114,10 @@ class ParameterServerStrategy(Replicated):
         self._is_lockstep = isinstance(chosen, Synchronous) and not chosen.backup_workers
         new_replicas: Any
         if self._is_lockstep:
+            recipe = dataclasses.replace(recipe, exchange=choose_exchange("auto", devices))
             new_replicas = driven_here(devices, recipe, stall_timeout_s)
         else:
+            _require_page_map()
             new_replicas = functools.partial(
                 ParameterWorkers,
                 devices=devices,
@@ -154,7 +156,7 @@ class ParameterServerStrategy(Replicated):
     def is_ready(self, value: Any) -> bool:
         if not self._is_lockstep and is_pending(value):
             self.workers.attend()
-        return all(each.is_done for each in pytree.tree_leaves(value) if is_pending(each))
+        return all(each.is_done for each in _tree.leaves(value) if is_pending(each))
 
     def call_in_children(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Calls a function in every worker of a step that all share; else the main program loads data for them."""
@@ -212,7 +214,7 @@ ParameterServerStrategy.register(ClusterTask)  # what `isinstance` says in every
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
-    sizes = [len(each) for each in pytree.tree_leaves(value) if isinstance(each, PerReplica)]
+    sizes = [len(each) for each in _tree.leaves(value) if isinstance(each, PerReplica)]
     return tuple(per_replica.select(value, place) for place in range(sizes[0])) if sizes else (value,)
 
 
@@ -226,6 +228,14 @@ def worker_devices(num_workers: int) -> list[LogicalDevice]:
         dataclasses.replace(cpus[0], index=number, cores=own, num_threads=len(own))
         for number, own in enumerate(split_cores(cores, num_workers))
     ]
+
+
+def _require_page_map() -> None:
+    if reason := hidden_pages():
+        raise StrategyError(
+            f"ParameterServerStrategy needs to see which pages of variables the program has written, and {reason}; use "
+            f"consistency=Synchronous() or MirroredStrategy, or allow this container to read that file"
+        )
 
 
 def _require_count(name: str, count: int, most: int) -> None:

@@ -9,8 +9,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
+from stratagem import _tree
 from stratagem._caller import warn_caller
 from stratagem._checks import require_seconds
 from stratagem.cluster.resolvers.detection import found
@@ -25,6 +24,7 @@ from stratagem.engine.recipe import Exchange, Recipe
 from stratagem.engine.sync import SumGradients
 from stratagem.errors import StratagemError, StratagemWarning, StrategyError
 from stratagem.objects.per_replica import PerReplica
+from stratagem.processes.region import hidden_pages
 from stratagem.strategies.strategy import Strategy, require_call
 
 
@@ -128,7 +128,7 @@ class Replicated(Strategy):
         def joined(each: Any) -> Any:
             return function(self._together(everyones, each)) if isinstance(each, PerReplica) else each
 
-        return pytree.tree_map(joined, value, is_leaf=lambda each: isinstance(each, PerReplica))
+        return _tree.map(joined, value, is_leaf=lambda each: isinstance(each, PerReplica))
 
     def _together(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Does something that all workers do at the same time; if it fails, nothing can be done any more."""
@@ -184,9 +184,22 @@ def choose_exchange(cross_device_ops: str, devices: Sequence[LogicalDevice]) -> 
             f"cross_device_ops='shared_memory' is for replicas that compute on the CPU, got {accelerators[0]!r}; "
             f"use 'torch'"
         )
-    if cross_device_ops == "auto":
-        return Exchange.TORCH if accelerators else Exchange.SHARED_MEMORY
-    return Exchange(cross_device_ops)
+    reason = "" if accelerators else hidden_pages()
+    if cross_device_ops == "shared_memory" and reason:
+        raise StrategyError(
+            f"cross_device_ops='shared_memory' needs to see which pages a process has written, and {reason}; use "
+            f"'torch', or allow this container to read that file"
+        )
+    if cross_device_ops != "auto":
+        return Exchange(cross_device_ops)
+    if reason:
+        warn_caller(
+            f"each of {len(devices)} replicas keeps a copy of the variables, and torch.distributed sums the gradients, "
+            f"which takes more memory and time than one copy that all share: sharing needs to see which pages a "
+            f"process has written, and {reason}. Allow this container to read that file",
+            StratagemWarning,
+        )
+    return Exchange.TORCH if accelerators or reason else Exchange.SHARED_MEMORY
 
 
 def warn_of_others(strategy: str) -> None:

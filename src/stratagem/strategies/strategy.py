@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from stratagem import _integrations, inputs
+from stratagem import _integrations, _tree, inputs
 from stratagem.devices.device import LogicalDevice
 from stratagem.engine import context
 from stratagem.engine.strategy_in_replica import no_sync_here
@@ -200,7 +199,7 @@ class Strategy(ABC):
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of all replicas of this process, as a tuple."""
-        leaves = pytree.tree_leaves(value, is_leaf=_is_per_replica)
+        leaves = _tree.leaves(value, is_leaf=_is_per_replica)
         if not any(map(_is_per_replica, leaves)):
             return (value,)
         return tuple(per_replica.load_deferred(per_replica.select(value, place)) for place in range(len(self.devices)))
@@ -235,7 +234,7 @@ class Strategy(ABC):
         """Tells programs that train together with this one that it cannot go on."""
 
     def _map(self, function: Callable[[PerReplica], Any], value: Any) -> Any:
-        return pytree.tree_map(
+        return _tree.map(
             lambda each: function(each if _is_per_replica(each) else PerReplica([each])),
             value,
             is_leaf=_is_per_replica,

@@ -12,6 +12,7 @@ from typing import Any, final
 
 import torch
 
+from stratagem import _torch
 from stratagem.engine import context
 from stratagem.engine.queued.main_program import settle_all
 from stratagem.errors import StrategyError
@@ -96,7 +97,7 @@ class ExponentialMovingAverage(torch.nn.Module):
         for name, _ in new.values():
             taken.append(_unique(str(len(taken)) if name is None else name, taken))
         group = _Shadows(taken[-len(new) :], [variable for _, variable in new.values()])
-        self.add_module(f"shadows/{len(self._modules)}", group)
+        self.add_module(f"shadows/{len(list(self.children()))}", group)
         for runtime in context.open_runtimes:
             if any(each is self for each in runtime.distributed()):
                 runtime.strategy.adopt(group)  # the replicas have this object already, and get what it now holds
@@ -132,9 +133,9 @@ class ExponentialMovingAverage(torch.nn.Module):
             for weight, pairs in weights.items():
                 shadows, values = zip(*(own_part(shadow, value.to(shadow)) for shadow, value in pairs), strict=True)
                 if weight == 1:
-                    torch._foreach_copy_(shadows, values)
+                    _torch.foreach_copy_(shadows, values)
                 else:
-                    torch._foreach_lerp_(shadows, values, weight)
+                    _torch.foreach_lerp_(shadows, values, weight)
         return self
 
     def average(self, variable: torch.Tensor) -> torch.Tensor:
@@ -227,7 +228,7 @@ class ExponentialMovingAverage(torch.nn.Module):
         return min(self.decay, (1 + count) / (10 + count))
 
     def _groups(self) -> "list[_Shadows]":
-        return [each for each in self._modules.values() if isinstance(each, _Shadows)]
+        return [each for each in self.children() if isinstance(each, _Shadows)]
 
     def _known(self) -> "dict[int, tuple[_Shadows, int]]":
         """Where the average of each variable is, by the variable's identity in this process."""

@@ -228,6 +228,7 @@ class _Writer:
         self._places: set[int] = set()
 
     def encode(self, value: Any, where: str) -> Any:
+        # By hand, as in `_decode`: a file tells tuples from lists, and keeps the way to every value.
         if isinstance(value, torch.Tensor):
             return {"tensor": self._keep(value, where)}
         if isinstance(value, bool | int | float | str | None):

@@ -99,6 +99,7 @@ def _text(values: Any) -> str:
 
 def _plain(values: Any) -> Any:
     """The same in a form whose text is equal where the values are."""
+    # By hand: sets have to be in order, and tuples and lists may stand for each other.
     if isinstance(values, torch.Tensor):
         return values.tolist()
     if isinstance(values, set | frozenset):

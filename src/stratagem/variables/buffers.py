@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from stratagem import _torch
+
 Held = tuple[torch.nn.Module, str, torch.Tensor]
 
 
@@ -14,7 +16,7 @@ def held_by(objects: Iterable[Any]) -> list[Held]:
         (module, key, buffer)
         for module in objects
         if isinstance(module, torch.nn.Module)
-        for key, buffer in module._buffers.items()
+        for key, buffer in _torch.buffers_of(module).items()
         if buffer is not None
     ]
 
@@ -23,11 +25,11 @@ def held_by(objects: Iterable[Any]) -> list[Held]:
 def take_in(held: Sequence[Held]) -> None:
     """Writes what modules hold now, in new tensors of the same form, into the buffers that they held."""
     for module, key, buffer in held:
-        new = module._buffers.get(key)
+        new = _torch.buffers_of(module).get(key)
         if new is None or new is buffer or _form(new) != _form(buffer):
             continue
         buffer.copy_(new.clone())  # it may be a view of the buffer itself
-        module._buffers[key] = buffer
+        _torch.buffers_of(module)[key] = buffer
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

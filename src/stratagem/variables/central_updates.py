@@ -11,6 +11,7 @@ from typing import Any, cast, final
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stratagem import _torch
 from stratagem.variables.participant import Updating
 
 
@@ -57,14 +58,14 @@ class CentralUpdate:
         for parameter, (copy, _) in list(self._kept.items()):
             if copy.grad is not None:
                 parameter.copy_(copy)
-                self._kept[parameter] = copy, parameter._version
+                self._kept[parameter] = copy, _torch.version_of(parameter)
                 optimizer.state[parameter] = inner.state[copy]
 
     def _copy_of(self, parameter: torch.Tensor) -> torch.Tensor:
         copy, version = self._kept.get(parameter, (None, -1))
         if copy is None:
             copy = parameter.detach().to(self._kept_on, copy=True)
-        elif version != parameter._version:  # the program has written to it
+        elif version != _torch.version_of(parameter):  # the program has written to it
             copy.copy_(parameter)
-        self._kept[parameter] = copy, parameter._version
+        self._kept[parameter] = copy, _torch.version_of(parameter)
         return cast(torch.Tensor, copy)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
+from stratagem import _torch
 from stratagem.collectives.collective import is_finite
 from stratagem.errors import StrategyError
 from stratagem.variables.participant import Participant
@@ -57,7 +58,7 @@ def mark(tensor: torch.Tensor | None) -> Any:
     if tensor is None:
         return ()
     address = tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
-    return address, tensor._version
+    return address, _torch.version_of(tensor)
 
 
 @final

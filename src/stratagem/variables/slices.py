@@ -14,6 +14,7 @@ from typing import Any, final
 
 import torch
 
+from stratagem import _torch
 from stratagem.variables.participant import Located, Updating
 from stratagem.variables.store import Placement, laid_out
 
@@ -80,12 +81,12 @@ class SplitUpdate:
             with torch.enable_grad():
                 loss = closure()
         optimizer = self.optimizer
-        for hook in optimizer._optimizer_step_pre_hooks.values():
+        for hook in _torch.step_pre_hooks(optimizer):
             hook(optimizer, (), {})
         with self._runtime.split_update(_parameters(optimizer)) as may_update:
             if may_update:
                 self._update()
-        for hook in optimizer._optimizer_step_post_hooks.values():
+        for hook in _torch.step_post_hooks(optimizer):
             hook(optimizer, (), {})
         return loss
 

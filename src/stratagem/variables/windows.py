@@ -12,6 +12,7 @@ from typing import Any, final
 
 import torch
 
+from stratagem import _torch
 from stratagem.collectives.exchange import Exchange, StartSum
 from stratagem.errors import StrategyError
 from stratagem.variables.ledger import Summed
@@ -190,7 +191,7 @@ class _EarlyWindows:
         for row in rows if self._start_sum is not None else ():
             row.exchange.forget()
             for number, parameter in enumerate(row.store.tensors):
-                if parameter is not None and parameter.requires_grad and not parameter._post_accumulate_grad_hooks:
+                if parameter is not None and parameter.requires_grad and not _torch.post_accumulate_hooks(parameter):
                     hook: Callable[[torch.Tensor], None] = functools.partial(self._arrive, row, number)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import final
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in its __all__
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from stratagem.cluster.launch.ctrl_c import Interrupts

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in its __all__
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from stratagem.cluster import token

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 
+from stratagem import _torch
 from stratagem.engine import context
 from stratagem.engine.distribution import Distribution
 from stratagem.engine.queued import worker_calls
@@ -220,8 +221,8 @@ class MainProgram:
             )
 
         # Schedulers look for these, and warn if nobody has stepped; workers are about to.
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        _torch.mark_wrapped(step)
+        _torch.mark_stepped(optimizer)
         optimizer.state_dict = gather  # type: ignore[method-assign]
         optimizer.load_state_dict = load  # type: ignore[method-assign,assignment]
         optimizer.step = step  # type: ignore[method-assign]

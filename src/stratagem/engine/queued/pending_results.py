@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
+from stratagem import _tree
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
 
@@ -106,10 +106,10 @@ def pending(function: Callable[..., Any], *given: Any, gives_parts: bool = False
 
     They may be inside nestings.
     """
-    needed = [each for each in pytree.tree_leaves(given) if type(each) is Pending]
+    needed = [each for each in _tree.leaves(given) if type(each) is Pending]
     steps = [step for each in needed for step in each._steps if not step.is_done or step.has_failed]
     depth = 1 + max(each._depth for each in needed)
-    kept = with_leaves(_as_it_is_now, given)
+    kept = _tree.map(_as_it_is_now, given)
     made = Pending(lambda: function(*waited_for(kept)), steps, gives_parts=gives_parts, depth=depth)
     if depth >= _DEEPEST:
         made.wait()
@@ -118,28 +118,19 @@ def pending(function: Callable[..., Any], *given: Any, gives_parts: bool = False
 
 def is_pending(value: Any) -> bool:
     """Whether a nesting has values in it that workers may not have computed yet."""
-    return any(type(each) is Pending for each in pytree.tree_leaves(value))
+    return any(type(each) is Pending for each in _tree.leaves(value))
 
 
 def waited_for(value: Any) -> Any:
     """A nesting with everything in it that workers still compute."""
-    return with_leaves(lambda each: each.wait() if type(each) is Pending else each, value)
-
-
-def with_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """A nesting with what a function makes of its leaves.
-
-    Not by `tree_map`, which would take a StopIteration that a step has raised for its own end.
-    """
-    leaves, structure = pytree.tree_flatten(value)
-    return pytree.tree_unflatten([function(each) for each in leaves], structure)
+    return _tree.map(lambda each: each.wait() if type(each) is Pending else each, value)
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """What a function makes of results: at once of those that are there, later of the others."""
     if not is_pending(value):
         return function(value)
-    return pytree.tree_map(lambda each: pending(function, each) if type(each) is Pending else function(each), value)
+    return _tree.map(lambda each: pending(function, each) if type(each) is Pending else function(each), value)
 
 
 def joined(results: Sequence[Any], counts: tuple[int, ...] | None) -> Any:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast, final
 
 import torch
-from torch.utils import _pytree as pytree
 
+from stratagem import _torch, _tree
 from stratagem.collectives.one_replica import OneReplica
 from stratagem.engine import context
 from stratagem.engine.context import ReplicaContext
@@ -162,7 +162,7 @@ class WorkerRuntime:
         update = SharedUpdate(optimizer, memory, self.variables, self.worker, rate_of)
         self.updates[name] = update
         push = functools.partial(self._step_of, weakref.ref(optimizer), update, slots)
-        push._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for it
+        _torch.mark_wrapped(push)
         optimizer.step = push
         if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
             # Without its wrapper, which imports torch's compiler: workers have no other use for it.
@@ -200,7 +200,7 @@ class WorkerRuntime:
         held = buffers.held_by(reference() for reference in self._given)
         try:
             args, kwargs = per_replica.load_deferred((args, kwargs))
-            result = pytree.tree_map_only(torch.Tensor, _as_it_is_now, function(*args, **kwargs))
+            result = _tree.map_only(torch.Tensor, _as_it_is_now, function(*args, **kwargs))
             buffers.take_in(held)
             self._push_rest()
         except BaseException:
@@ -251,8 +251,8 @@ class WorkerRuntime:
             with torch.enable_grad():
                 loss = closure()
         optimizer: Any = held()
-        optimizer._opt_called = True
-        for hook in optimizer._optimizer_step_pre_hooks.values():
+        _torch.mark_stepped(optimizer)
+        for hook in _torch.step_pre_hooks(optimizer):
             hook(optimizer, (), {})
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         gradients = [None if each.grad is None else as_gradient(each.grad) for each in parameters]
@@ -265,7 +265,7 @@ class WorkerRuntime:
         if may_push:
             self._updated = True
             self._writes.note_update(each for each in parameters if each.grad is not None)
-        for hook in optimizer._optimizer_step_post_hooks.values():
+        for hook in _torch.step_post_hooks(optimizer):
             hook(optimizer, (), {})
         return loss
 

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import torch
 
+from stratagem import _torch
+
 NAMES: Final = frozenset(
     """
     abs acos acosh add addbmm addcdiv addcmul addmm addmv addr alias amax amin aminmax angle any all argmax argmin
@@ -57,9 +59,9 @@ NAMES: Final = frozenset(
 
 def name_of(function: Any) -> tuple[str, str] | None:
     """The name and overload of an operation that may travel; None for all others."""
-    namespace, _, name = function._schema.name.partition("::")
-    allowed = namespace == "aten" and name in NAMES and not function._schema.is_mutable
-    return (name, function._overloadname) if allowed else None
+    namespace, _, name = _torch.schema_of(function).name.partition("::")
+    allowed = namespace == "aten" and name in NAMES and not _torch.schema_of(function).is_mutable
+    return (name, _torch.overload_of(function)) if allowed else None
 
 
 def operation(name: Any, overload: Any) -> Any:
@@ -70,4 +72,4 @@ def operation(name: Any, overload: Any) -> Any:
     if packet is None or overload not in packet.overloads():
         return None
     function = getattr(packet, overload)
-    return None if function._schema.is_mutable else function
+    return None if _torch.schema_of(function).is_mutable else function

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, final
 
 import torch
-from torch.utils import _pytree as pytree
 
+from stratagem import _tree
 from stratagem.devices.device import LogicalDevice, mib
 from stratagem.devices.memory import OutOfMemoryError
 from stratagem.errors import SessionError, StratagemError
@@ -126,7 +126,7 @@ class Device:
                 result: Any = node.function(*step.arguments(values, course.size_of), **named)
                 if isinstance(result, torch.Tensor):
                     return [result]
-                return [each for each in pytree.tree_leaves(result) if each is not None]
+                return [each for each in _tree.leaves(result) if each is not None]
             case Kind.CONSTANT | Kind.VARIABLE:
                 kept = self._constant(node) if node.kind is Kind.CONSTANT else self.read(node)
                 course.hold(kept)

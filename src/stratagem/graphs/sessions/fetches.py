@@ -6,8 +6,8 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
+from stratagem import _tree
 from stratagem.errors import FeedError, GraphError
 from stratagem.graphs.graph import Graph, VariablesInitializer
 from stratagem.graphs.graph_tensor import GraphTensor
@@ -48,7 +48,7 @@ class Fetches:
         found = [
             values[each] if isinstance(each, Output) else None if each is None else each.value for each in self.leaves
         ]
-        return pytree.tree_unflatten(found, self.structure)
+        return _tree.unflatten(found, self.structure)
 
 
 @final
@@ -74,9 +74,9 @@ def read_fetches(graph: Graph, fetches: Any) -> Fetches:
         if fetch.graph is not graph:
             raise GraphError("the function was traced into another graph than the one of this session")
         others.extend(_output(graph, each) for each in fetch.updates)
-        return pytree.tree_map(lambda each: each if isinstance(each, torch.Tensor) else _Box(each), fetch.outputs)
+        return _tree.map(lambda each: each if isinstance(each, torch.Tensor) else _Box(each), fetch.outputs)
 
-    leaves, structure = pytree.tree_flatten(pytree.tree_map(opened, fetches))
+    leaves, structure = _tree.flatten(_tree.map(opened, fetches))
     found: list[Output | _Box | None] = []
     for each in leaves:
         if isinstance(each, VariablesInitializer):

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias, final
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from stratagem import _torch
 from stratagem._caller import calling_line
 from stratagem.devices.spec import DeviceSpec
 from stratagem.errors import GraphTypeError, SessionError
@@ -135,7 +135,7 @@ class Session:
         if self._closed_at is not None:
             raise SessionError(f"the session was closed at {self._closed_at}; make a new one")
         # No scope and no graph that is open around the call concerns what is computed here.
-        with scopes.recording(), _disable_current_modes(), self._running:
+        with scopes.recording(), _torch.without_dispatch_modes(), self._running:
             return self._run(read_fetches(self.graph, fetches), read_feeds(self.graph, feed_dict))
 
     def close(self) -> None:

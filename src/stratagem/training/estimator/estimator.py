@@ -13,9 +13,8 @@ from typing import Any, final
 import torch
 
 from stratagem._caller import warn_caller
-from stratagem.engine import context
+from stratagem.engine import context, random_state
 from stratagem.errors import EstimatorError, LostError, StratagemWarning, StrategyError
-from stratagem.inputs.loading import random_state_kept
 from stratagem.strategies.one_device import get_strategy
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.checkpoints import latest_checkpoint, save_checkpoint
@@ -218,7 +217,7 @@ class Estimator:
         self._require_outside("evaluate")
         found = self._find_trained(checkpoint_path)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(random_state_kept())
+            stack.enter_context(random_state.kept())
             strategy = self._evaluating()
             session = self._opener.open(ModeKeys.EVAL, input_fn, strategy, found, stack)
             del found  # the model has it
@@ -269,7 +268,7 @@ class Estimator:
     ) -> Iterator[Any]:
         with contextlib.ExitStack() as stack:
             strategy = self._evaluating()
-            with random_state_kept():
+            with random_state.kept():
                 session = self._opener.open(ModeKeys.PREDICT, input_fn, strategy, found, stack)
             del found
             for _, results in _begun(session, [*hooks, *session.model.hooks]):
@@ -292,7 +291,7 @@ class Estimator:
         if found is None:
             raise EstimatorError(f"export needs a trained model, and {self.model_dir!r} has no checkpoint; call train")
         structure = found[1]["features"]
-        with random_state_kept():
+        with random_state.kept():
             model = self._opener.build(ModeKeys.PREDICT, exporting.example_from(structure), None, get_strategy())
         model.restore(*found)
         return exporting.write_export(path, model, structure, found[1]["global_step"])

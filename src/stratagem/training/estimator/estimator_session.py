@@ -5,11 +5,11 @@ Owns the loop. What a step does is the model's (`models`), where batches come fr
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
-from torch.utils import _pytree as pytree
-
+from stratagem import _tree
 from stratagem.errors import EstimatorError, LostError
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.estimator.feed import Feed
@@ -126,9 +126,9 @@ def chosen(predictions: Any, keys: Sequence[str] | None) -> Any:
 
 def rows(predictions: Any) -> Iterator[Any]:
     """The predictions of single examples."""
-    leaves = pytree.tree_leaves(predictions)
+    leaves = _tree.leaves(predictions)
     lengths = {len(each) if each.dim() else 0 for each in leaves}
     if len(lengths) != 1 or 0 in lengths:
         raise EstimatorError("predictions have one row for each example, got first dimensions " + repr(sorted(lengths)))
     for row in range(lengths.pop()):
-        yield pytree.tree_map(lambda each, row=row: each[row], predictions)
+        yield _tree.map(operator.itemgetter(row), predictions)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch.utils import _pytree as pytree
 
+from stratagem import _tree
 from stratagem.errors import CheckpointWriteError, EstimatorError
 from stratagem.training.checkpoints import whole_folder
 from stratagem.training.estimator.models import Model
@@ -56,7 +56,7 @@ def example_from(structure: Any) -> Any:
             raise EstimatorError(f"export describes features that are tensors, the input gave {form['kind']}")
         return torch.zeros([1, *form["shape"][1:]], dtype=getattr(torch, form["dtype"]))
 
-    return pytree.tree_map(leaf, structure, is_leaf=lambda each: isinstance(each, dict) and _is_leaf(each))
+    return _tree.map(leaf, structure, is_leaf=lambda each: isinstance(each, dict) and _is_leaf(each))
 
 
 def _is_leaf(form: dict[str, Any]) -> bool:

@@ -7,11 +7,10 @@ batch is divided is the strategy's.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
+from stratagem.engine import random_state
 from stratagem.errors import EstimatorError, StrategyError
-from stratagem.inputs.loading import random_state_kept
 from stratagem.objects import per_replica
 from stratagem.strategies.strategy import Strategy
-from stratagem.training.estimator import random_state
 from stratagem.training.estimator.checks import accepted
 from stratagem.training.estimator.specs import Input
 
@@ -92,7 +91,7 @@ class Feed:
         if self._epoch is None:
             self._num_batches = 0
             # The order of a pass is drawn with its first batch. It does not depend on what the training draws.
-            with random_state_kept():
+            with random_state.kept():
                 random_state.seed(self._seed + self._num_epochs)
                 self._epoch = iter(self._data)
                 batch = take(self._epoch)

@@ -213,6 +213,7 @@ def _has_own_config(model: Any) -> bool:
 
 
 def _copied_option(option: Any) -> Any:
+    # By hand: Keras keeps options in lists and dicts of its own, which are leaves for torch.
     if isinstance(option, keras.optimizers.Optimizer | keras.metrics.Metric):
         return type(option).from_config(option.get_config())
     if isinstance(option, list | tuple):

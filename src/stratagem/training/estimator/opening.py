@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any, final
 
 from stratagem._caller import warn_caller
+from stratagem.engine import random_state
 from stratagem.errors import EstimatorError, StratagemWarning
-from stratagem.inputs.loading import random_state_kept
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.checkpoints import checkpoint_path, require_keepable, save_checkpoint
-from stratagem.training.estimator import random_state, training_state
+from stratagem.training.estimator import training_state
 from stratagem.training.estimator.estimator_session import Session
 from stratagem.training.estimator.feed import Feed, example_of
 from stratagem.training.estimator.models import Batch, Maker, Model
@@ -69,7 +69,7 @@ class Opener:
             random_state.seed(self._config.random_seed)
         resumed = found[1] if found is not None and mode == ModeKeys.TRAIN else None
         # The model starts from the same numbers, however many its input draws.
-        with random_state_kept():
+        with random_state.kept():
             feed, position, first = self._feed(mode, input_fn, self._maker.divider(strategy), resumed, stack)
             features, labels = example_of(first)[:2]
             after_input = random_state.current()
@@ -80,7 +80,7 @@ class Opener:
         elif self._warm_start is not None:
             _log.info("warm start of %s", ", ".join(training_state.warm_start(model, self._warm_start)))
         if resumed is not None:
-            random_state.restore(after_input)
+            random_state.restore(after_input, as_new=True)
         structure = training_state.structure_of(features)
 
         def save(session: Session, finished: bool) -> str:
@@ -115,7 +115,7 @@ class Opener:
     ) -> tuple[Feed, dict[str, Any], Batch]:
         """The input, its position and its first batch; of a training that was cut short, the next one."""
         if resumed is not None:
-            random_state.restore(resumed["random"])
+            random_state.restore(random_state.from_values(resumed["random"]), as_new=True)
         goal = resumed["input"] if resumed is not None else None
         position = goal or {"num_epochs": 0, "num_batches": 0, "seed": random_state.draw()}
 
@@ -135,7 +135,7 @@ class Opener:
             position = {**position, "num_epochs": 0, "num_batches": 0}
             feed, goal = opened(), None
         if resumed is not None:
-            random_state.restore(resumed["random"])
+            random_state.restore(random_state.from_values(resumed["random"]), as_new=True)
         first = feed.next()
         if first is None and goal is not None:
             raise InputUsedUpError

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast, final
 
 import torch
-from torch.utils import _pytree as pytree
 
+from stratagem import _tree
 from stratagem.errors import CheckpointMismatchError, EstimatorError
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.checkpoints import require_fit
@@ -260,4 +260,4 @@ def _beside(module: torch.nn.Module, value: Any) -> Any:
     parameter = next(module.parameters(), None)
     if parameter is None or parameter.device.type == "cpu":
         return value
-    return pytree.tree_map_only(torch.Tensor, lambda each: each.to(parameter.device), value)
+    return _tree.map_only(torch.Tensor, lambda each: each.to(parameter.device), value)

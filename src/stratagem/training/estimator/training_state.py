@@ -5,13 +5,13 @@ import re
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from stratagem import _tree
+from stratagem.engine import random_state
 from stratagem.errors import CheckpointError, CheckpointMismatchError, EstimatorError
 from stratagem.objects.per_replica import PerReplica
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.checkpoints import load_checkpoint, load_latest, require_fit
-from stratagem.training.estimator import random_state
 from stratagem.training.estimator.estimator_session import Session
 from stratagem.training.estimator.models import Model
 from stratagem.training.estimator.specs import WarmStartSettings
@@ -34,7 +34,7 @@ def state_of(session: Session, structure: Any, *, finished: bool) -> dict[str, A
     return {
         **session.model.state(),
         "global_step": session.global_step,
-        "random": random_state.current(),
+        "random": random_state.to_values(random_state.current()),
         "input": None if finished else dict(session.position),
         "features": structure,
     }
@@ -96,4 +96,4 @@ def structure_of(features: Any) -> Any:
             return {"kind": type(value).__name__}
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": [None, *value.shape[1:]]}
 
-    return pytree.tree_map(leaf, features)
+    return _tree.map(leaf, features)

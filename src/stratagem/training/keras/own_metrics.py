@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from keras.src import backend
-from torch.utils import _pytree as pytree
 
+from stratagem import _tree
 from stratagem.engine.context import ReplicaContext
 
 
@@ -52,7 +52,7 @@ def _update(update: Callable[..., Any], replica: ReplicaContext, num_examples: i
             backend.set_keras_mask(whole, replica.all_gather(mask[:num_examples]))
         return whole
 
-    args, kwargs = pytree.tree_map_only(torch.Tensor, of_all, (args, kwargs))
+    args, kwargs = _tree.map_only(torch.Tensor, of_all, (args, kwargs))
     return update(*args, **kwargs)
 
 

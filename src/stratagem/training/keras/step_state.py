@@ -12,6 +12,7 @@ from typing import Any, final
 
 import torch
 
+from stratagem import _torch
 from stratagem.engine.context import ReplicaContext
 from stratagem.training.keras.changes import kept_by
 from stratagem.training.keras.keras_objects import tensor_of
@@ -64,7 +65,7 @@ class StepState:
         with torch.no_grad():
             _copy(everyones[len(self._sums) :], own[len(self._sums) :])
             self._start(own[: len(self._sums)], shift)
-            versions = [self._own[id(each)]._version for each in self._means]
+            versions = [_torch.version_of(self._own[id(each)]) for each in self._means]
             for variable, mine in zip(variables, own, strict=True):
                 variable._value = mine
             try:
@@ -106,7 +107,7 @@ class StepState:
     def _start(self, sums: list[torch.Tensor], shift: int) -> None:
         """Metrics begin at nothing; random numbers differ from those of other replicas."""
         if sums:
-            torch._foreach_zero_(sums)
+            _torch.foreach_zero_(sums)
         for each in self._seeds:
             self._own[id(each)].view(-1)[:1] += shift
 
@@ -115,7 +116,7 @@ class StepState:
         pairs = [(tensor_of(each), self._own[id(each)]) for each in self._means]
         # What is not finite and stays so has not changed. Whoever has no examples counts for nothing.
         changes = [(own.double() - old).masked_fill_(own == old, 0.0).flatten() * num_examples for old, own in pairs]
-        written = [float(own._version != version) for (_, own), version in zip(pairs, versions, strict=True)]
+        written = [float(_torch.version_of(own) != version) for (_, own), version in zip(pairs, versions, strict=True)]
         news = torch.tensor([float(num_examples), *written], dtype=torch.float64, device=changes[0].device)
         flat = torch.cat([*(changes if num_examples else map(torch.zeros_like, changes)), news])
         total = replica.all_reduce("sum", flat)
@@ -135,7 +136,7 @@ def _unique(variables: Any, but: Sequence[Any] = ()) -> list[Any]:
 
 def _copy(values: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     if tensors:
-        torch._foreach_copy_(tensors, values)
+        _torch.foreach_copy_(tensors, values)
 
 
 def _is_float(variable: Any) -> bool:

@@ -9,8 +9,8 @@ from typing import Any, final
 
 import torch
 from keras.src.backend.torch.trainer import TorchTrainer
-from torch.utils import _pytree as pytree
 
+from stratagem import _tree
 from stratagem.engine.context import current_runs, get_replica_context
 from stratagem.training.keras import loss_reductions, own_metrics, split_updates, synchronized_norm
 from stratagem.training.keras.changes import Members, Settings, optimizers_in
@@ -94,7 +94,7 @@ def step(kind: str, compiled: Compiled, data: Any) -> tuple[Any, torch.Tensor | 
         ):
             told = getattr(model, f"{kind}_step")(batch)
     if kind == "predict":
-        return told if num_examples else pytree.tree_map(lambda each: each[:0], told), None
+        return told if num_examples else _tree.map(lambda each: each[:0], told), None
     if kind == "train" and split_updates.writes_to_weights(model):
         current_runs[-1].publish_written()  # here, where all are: after the run they would have to meet again
     logs = {name: None if name in state.metric_names else value for name, value in told.items()}
@@ -122,8 +122,8 @@ def _something(data: Any, num_examples: int) -> Iterator[Any]:
         yield data
     else:
         with synchronized_norm.uncounted():
-            yield pytree.tree_map_only(torch.Tensor, lambda each: each.new_zeros((1, *each.shape[1:])), data)
+            yield _tree.map_only(torch.Tensor, lambda each: each.new_zeros((1, *each.shape[1:])), data)
 
 
 def _num_examples(data: Any) -> int:
-    return next(len(leaf) for leaf in pytree.tree_leaves(data) if isinstance(leaf, torch.Tensor) and leaf.dim())
+    return next(len(leaf) for leaf in _tree.leaves(data) if isinstance(leaf, torch.Tensor) and leaf.dim())
