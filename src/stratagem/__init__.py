@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from stratagem.devices import LogicalDevice as LogicalDevice
     from stratagem.devices import OutOfMemoryError as OutOfMemoryError
     from stratagem.devices import PhysicalDevice as PhysicalDevice
-    from stratagem.engine.average_loss import compute_average_loss as compute_average_loss
-    from stratagem.engine.batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
     from stratagem.engine.context import get_replica_context as get_replica_context
     from stratagem.engine.context import has_strategy as has_strategy
     from stratagem.engine.context import in_cross_replica_context as in_cross_replica_context
@@ -63,7 +61,9 @@ if TYPE_CHECKING:
     from stratagem.strategies.one_device import get_strategy as get_strategy
     from stratagem.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
     from stratagem.strategies.strategy import Strategy as Strategy
+    from stratagem.training.average_loss import compute_average_loss as compute_average_loss
     from stratagem.training.averaging import ExponentialMovingAverage as ExponentialMovingAverage
+    from stratagem.training.batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
     from stratagem.training.learning_rates import WarmUp as WarmUp
     from stratagem.training.learning_rates import scale_learning_rate as scale_learning_rate
     from stratagem.training.towers import average_gradients as average_gradients
@@ -108,9 +108,9 @@ _NAMES = {
     "add_n": "graphs.graph",
     "assign": "graphs.graph",
     "average_gradients": "training.towers",
-    "compute_average_loss": "engine.average_loss",
+    "compute_average_loss": "training.average_loss",
     "constant": "graphs.graph",
-    "convert_sync_batchnorm": "engine.batch_norm",
+    "convert_sync_batchnorm": "training.batch_norm",
     "device": "placement",
     "device_of": "placement",
     "get_default_graph": "graphs.graph",

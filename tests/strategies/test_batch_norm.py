@@ -10,10 +10,10 @@ from torch import nn
 import stratagem as sg
 from stratagem.devices import inventory as inventory_module
 from stratagem.devices.inventory import Inventory
-from stratagem.engine.batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from stratagem.errors import StrategyError
 from stratagem.objects.per_replica import PerReplica
 from stratagem.strategies.mirrored import MirroredStrategy
+from stratagem.training.batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -116,8 +116,8 @@ class Exchange:
             others = [*self._pieces(start, first), *self._pieces(last, start + length)]
             own = self._pieces(first, last)
             shown = [piece for piece in others if not self.is_small(piece[0])]
-            small = [piece for piece in [*others, *own] if self.is_small(piece[0])]
-            self._windows.append(_Window(start, shown, small, self._runs(own)))
+            whole = [piece for piece in [*others, *own] if self.is_small(piece[0])]
+            self._windows.append(_Window(start, shown, whole, self._runs(own)))
         # Where small pieces are shown, for each window and each of its buffers.
         self._places: dict[tuple[int, int], list[torch.Tensor]] = {}
 

@@ -78,9 +78,9 @@ class Wire:
         first, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, _MAX_DESCRIPTORS)
         if not first:
             raise EOFError("the other end of the pipe is closed")
-        num_pickled, num_buffers, num_shared_bytes = _HEAD.unpack(first + self._read(_HEAD.size - len(first)))
+        num_packed, num_buffers, num_shared_bytes = _HEAD.unpack(first + self._read(_HEAD.size - len(first)))
         lengths = [_LENGTH.unpack(self._read(_LENGTH.size))[0] for _ in range(num_buffers)]
-        data = self._read(num_pickled)
+        data = self._read(num_packed)
         shared = memoryview(b"")
         if num_shared_bytes:
             descriptor = descriptors.pop()
