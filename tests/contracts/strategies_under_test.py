@@ -73,6 +73,7 @@ ROWS: dict[str, MakeStrategy] = {
     "mirrored 2 torch": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops="torch")),
     "mirrored 2 to one": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops="to_one")),
     "central storage 3": alone(lambda: sg.CentralStorageStrategy(["cpu:0", "cpu:1", "cpu:2"])),
+    "local sgd 2": alone(lambda: sg.LocalSGDStrategy(1, devices=["cpu:0", "cpu:1"])),
     "parameter server 2": alone(lambda: sg.ParameterServerStrategy(2, consistency=sg.Synchronous())),
     "2 workers of 1": workers(1),
     "2 workers of 2": workers(2),

@@ -316,6 +316,10 @@ class Replica:
         self._skipped = self.copies.ledger.culprits
         return False
 
+    def note_update(self) -> None:
+        """Counts the step as one in which parameters were updated, by an optimizer or by hand."""
+        self.stepped = self.updated = True
+
     @contextlib.contextmanager
     def split_update(self, parameters: Iterable[torch.Tensor], *, checked: bool = False) -> Iterator[bool]:
         """Around an update of which each replica does its own part, seen by all afterwards.

@@ -13,6 +13,7 @@ from typing import Protocol, final
 
 import torch
 
+from stratagem import _torch
 from stratagem.collectives.collective import Collective
 from stratagem.variables.copies import Copies
 
@@ -48,6 +49,9 @@ class Syncing(Protocol):
     @property
     def updated(self) -> bool:
         """Whether it has made one."""
+
+    def note_update(self) -> None:
+        """Counts the step as one in which parameters were updated."""
 
 
 class Sync(ABC):
@@ -162,6 +166,7 @@ class _Averaging(Sync):
         self._agreed: dict[int, torch.Tensor] = {}
         self._outer: torch.optim.Optimizer | None = None
         self._num_examples = 0.0
+        self._versions: list[int] | None = None  # of the parameters, before the first pass of the step
 
     @property
     def weight(self) -> float:
@@ -170,10 +175,18 @@ class _Averaging(Sync):
 
     def begin_pass(self, *, syncing: bool) -> None:
         self._note_agreed()
+        if self._versions is None:
+            self._versions = self._count_writes()
         super().begin_pass(syncing=syncing)
+
+    def _count_writes(self) -> list[int]:
+        return [_torch.version_of(each) for _, each in self._replica.copies.ledger.parameters()]
 
     def end_step(self) -> bool:
         replica = self._replica
+        before, self._versions = self._versions, None
+        if before is not None and before != self._count_writes():  # by an optimizer, or by hand
+            replica.note_update()
         self._num_examples += replica.num_examples if replica.updated else 0.0
         if replica.syncs and replica.stepped:
             self.agree()
