@@ -890,7 +890,7 @@ def test_strategy_that_is_dropped_ends_its_workers(four_cpus: None) -> None:
         model = make_net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy.run(plain_step(model, optimizer), args=batches(1)[0]).wait()
-    (process,) = [worker.process for worker in strategy.workers.crew.workers.values()]
+    (process,) = [worker.process for worker in strategy.workers.scheduler.workers]
     del strategy
     gc.collect()
     assert process.wait(PATIENCE_S)

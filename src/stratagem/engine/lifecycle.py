@@ -15,7 +15,8 @@ from stratagem.engine import child_calls
 from stratagem.engine.machines import Alone, Workers
 from stratagem.engine.replica import Runtime
 from stratagem.objects.tracking import Tracker
-from stratagem.processes.group import ReplicaGroup, raise_first
+from stratagem.processes.group import ChildGroup
+from stratagem.processes.losses import raise_first
 from stratagem.processes.registry import Registry
 from stratagem.variables.slices import SplitUpdate, whole_state
 
@@ -36,7 +37,7 @@ class Holdings:
     """
 
     key: int
-    group: ReplicaGroup
+    group: ChildGroup
     runtime: Runtime | None
     registry: Registry
     tracker: Tracker

@@ -24,7 +24,6 @@ from stratagem.collectives.signals import PeerAborted, Signals
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
 from stratagem.engine import backward, child_calls
-from stratagem.engine.attending import Fatal, attend, causes
 from stratagem.engine.connecting import connect
 from stratagem.engine.distribution import Distribution
 from stratagem.engine.joining import Elsewhere, join
@@ -40,8 +39,9 @@ from stratagem.objects import per_replica
 from stratagem.objects.functions import FunctionCache
 from stratagem.processes.affinity import seated
 from stratagem.processes.allocator import freed_memory_kept
-from stratagem.processes.group import ReplicaGroup, raise_first
+from stratagem.processes.group import ChildGroup, Member, PendingCall
 from stratagem.processes.interrupts import Interrupts
+from stratagem.processes.losses import Fatal, raise_first
 from stratagem.processes.region import Region
 from stratagem.variables import agreement
 
@@ -78,9 +78,8 @@ class LocalReplicas:
         self._workers = workers or Alone()
         self._workers.fatal = Fatal
         self._elsewhere = elsewhere
-        self._group = ReplicaGroup(
-            len(devices) - 1,
-            registry=self.distribution.registry,
+        self._group = ChildGroup(
+            self.distribution.registry,
             stall_timeout_s=stall_timeout_s,
             children=elsewhere.children if elsewhere is not None else None,
         )
@@ -117,14 +116,14 @@ class LocalReplicas:
         meet = self._elsewhere.meet if self._elsewhere is not None else None
         self.runtime = Runtime(0, self._settings, meeting, scratch, self._owner, self._workers.between, meet)
         self.runtime.signals.reset()
-        self.runtime.signals.attend = functools.partial(attend, self._group)
+        self.runtime.signals.attend = self._group.watch
         self.distribution.registry.add(0, self._owner)
         self._join = meeting, scratch
         self._ending.detach()
         self._ending = self._end_when_dropped()
         if size > 1:
             with self._or_end():
-                self._group.begin()
+                self._group.begin(range(1, size))
         return self.runtime
 
     def start(self) -> Runtime:
@@ -157,7 +156,7 @@ class LocalReplicas:
             with self.with_workers():
                 self._send(call, function, args, kwargs)
             # A child that fails before it has begun to run cannot end the waits of the others itself.
-            self._group.on_failure = functools.partial(self._abort, own)
+            self._group.on_failure = lambda *_: self._abort(own)
             try:
                 error, result = self._run_here(own, interrupts, call, function, args, kwargs)
                 if error is None:
@@ -168,7 +167,7 @@ class LocalReplicas:
                 answers = self._collect(interrupts)
             finally:
                 self._group.on_failure = _nothing
-            failures = causes(self._group)
+            failures = self._group.failures(besides=PeerAborted)
             if error is not None or failures or own.signals.aborted:
                 self._forget_results(answers)
                 self.forget_functions()
@@ -236,7 +235,7 @@ class LocalReplicas:
             self._group.call_all(child_calls.publish_written, self.key)
             own.publish_written()
             self._group.collect()
-            raise_first(None, causes(self._group))
+            raise_first(None, self._group.failures(besides=PeerAborted))
 
     @contextlib.contextmanager
     def _or_end(self) -> Iterator[None]:
@@ -268,7 +267,7 @@ class LocalReplicas:
                 self.distribution.reference_in_run,
             )
         except BaseException as error:
-            if any(each.busy for each in self._group.replicas):  # some have it, or a half of it
+            if any(each.calls for each in self._group.members.values()):  # some have it, or a half of it
                 self.end(error)
             self.forget_functions()
             if self.runtime is not None:
@@ -379,13 +378,13 @@ class LocalReplicas:
         """Brings a result from its replica; its `owner` only has to live as long as that may be asked for."""
         self.require_usable()
         try:
-            return self._group.ask(self._group.replicas[rank - 1], child_calls.fetch, number)
+            return self._group.ask(rank, child_calls.fetch, number)
         except (KeyboardInterrupt, ReplicaError) as error:
             self.end(error)
             raise
 
 
-def _nothing() -> None:
+def _nothing(_: Member, __: PendingCall) -> None:
     """Outside runs nobody waits for a child but the one who asked it."""
 
 

@@ -67,7 +67,7 @@ class MainProgram:
         with self.variables.journal.writing(range(self.variables.memory.num_shards)):
             pass
 
-    def mourn(self, worker: int) -> tuple[int, int]:
+    def recover(self, worker: int) -> tuple[int, int]:
         """Puts right what a lost worker left; which call it was in, and how many pushes of that it had made."""
         board = self.variables.board
         with self.variables.journal.writing(range(self.variables.memory.num_shards)):

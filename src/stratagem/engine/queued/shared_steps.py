@@ -32,19 +32,19 @@ def run_round(
     Returns:
         The results of those that were in time.
     """
-    crew = workers.crew
+    scheduler, group = workers.scheduler, workers.scheduler.group
     with_data = {
-        place: number for place, number in enumerate(sorted(crew.workers)) if counts is None or counts[place] > 0
+        place: number for place, number in enumerate(sorted(group.members)) if counts is None or counts[place] > 0
     }
     needed = max(1, len(with_data) - num_backups)
     first = workers.num_runs * PER_RUN
 
     def has_room(number: int) -> bool:
-        return len(crew.workers[number].steps) < 2
+        return group.has_room(group.members[number])
 
     with workers.attending():
         # One that is late by two steps would be late again: its part is dropped now.
-        crew.wait(lambda: sum(map(has_room, with_data.values())) >= needed)
+        scheduler.wait(lambda: sum(map(has_room, with_data.values())) >= needed)
         steps = {}
         for place, number in with_data.items():
             if not has_room(number):
@@ -55,7 +55,7 @@ def run_round(
                 steps[place] = workers.new_step(function, *parts, own_round=own, worker=number)
                 workers.enter(steps[place])
         every = list(steps.values())
-        crew.wait(lambda: sum(each.is_done for each in every) >= needed or any(each.has_failed for each in every))
+        scheduler.wait(lambda: sum(each.is_done for each in every) >= needed or any(each.has_failed for each in every))
     if any(each.has_failed for each in every):
         workers.board.closed_round = first + PER_RUN - 1  # those who wait for it go on
     done = {place: step for place, step in steps.items() if step.is_done}

@@ -24,10 +24,10 @@ from stratagem.engine import backward, context
 from stratagem.engine.distribution import Distribution
 from stratagem.engine.nonfinite import NonFinite
 from stratagem.engine.queued import worker_calls
-from stratagem.engine.queued.crew import Crew, Worker
-from stratagem.engine.queued.introduction import introduce, tell
+from stratagem.engine.queued.introduction import introduce
 from stratagem.engine.queued.main_program import MainProgram
 from stratagem.engine.queued.pending_results import Pending, joined
+from stratagem.engine.queued.scheduler import Message, Scheduler, WorkerRecord
 from stratagem.engine.queued.shared_steps import run_round
 from stratagem.engine.queued.step import Step
 from stratagem.engine.queued.worker import Answer, Call, WorkerSettings
@@ -38,6 +38,8 @@ from stratagem.objects import per_replica, state_diff
 from stratagem.parameters.consistency import Synchronous
 from stratagem.parameters.local.gradient_slots import Round
 from stratagem.parameters.local.shared_variables import SharedMemoryOfShards
+from stratagem.processes.group import Member
+from stratagem.processes.losses import SLICE_S, Replace
 
 _keys = itertools.count(1_000_000)  # apart from those of other strategies, whose children these never are
 
@@ -86,16 +88,15 @@ class ParameterWorkers:
         self._is_started = False
         self._started = contextlib.ExitStack()
         weak = cast(ParameterWorkers, weakref.proxy(self))  # so that a strategy that the program drops can go
-        self.crew = Crew(
+        self.scheduler = Scheduler(
             self.distribution.registry,
             stall_timeout_s=stall_timeout_s,
-            max_restarts=max_restarts,
-            window_s=restart_window_s,
-            welcome=functools.partial(ParameterWorkers._welcome, weak),
-            mourn=lambda number: cast(MainProgram, weak.main).mourn(number),
+            policy=Replace(max_restarts, restart_window_s),
+            introduce=functools.partial(ParameterWorkers._introduce, weak),
+            recover=lambda number: cast(MainProgram, weak.main).recover(number),
             message=functools.partial(ParameterWorkers._message, weak),
         )
-        self._ending = weakref.finalize(self, _end, self.crew, self._started, self._process)
+        self._ending = weakref.finalize(self, _end, self.scheduler, self._started, self._process)
         self._ending.atexit = False  # `_close_all` is sooner
         _open.add(self)
         backward.install()
@@ -118,14 +119,14 @@ class ParameterWorkers:
         if self.main is None:
             self._started.enter_context(this_process().in_use(f"{self._name}()"))
             memory = SharedMemoryOfShards.create(self._num_shards)
-            memory.locks.while_waiting = self.crew.look_after_holder
+            memory.locks.while_waiting = self.scheduler.group.kill_holder
             slots = len(self._devices) if isinstance(self._settings.consistency, Synchronous) else 0
             self.main = MainProgram(memory, self.distribution, cast(Any, weakref.proxy(self)), num_slots=slots)
             self._started.callback(self.main.close)
             hook = register_module_forward_pre_hook(functools.partial(_settle_before, weakref.ref(self)))
             self._started.callback(hook.remove)
             self.distribution.registry.add(0, self._owner_ref())
-            self.crew.begin(range(len(self._devices)))
+            self.scheduler.group.begin(range(len(self._devices)))
         return self.main
 
     def start(self) -> MainProgram:
@@ -134,7 +135,7 @@ class ParameterWorkers:
         if not self._is_started:
             self._is_started = True
             with self._or_end():
-                self.crew.start()
+                self.scheduler.group.start()
         return main
 
     def resize(self, devices: Sequence[LogicalDevice]) -> None:
@@ -147,9 +148,9 @@ class ParameterWorkers:
         self._devices += devices[before:]
         with self.attending():
             if self.main is not None:
-                self.crew.begin(range(before, len(devices)))
-                self.crew.start() if self._is_started else None
-                self.crew.remove(range(len(devices), before))
+                self.scheduler.group.begin(range(before, len(devices)))
+                self.scheduler.group.start() if self._is_started else None
+                self.scheduler.remove(range(len(devices), before))
         del self._devices[len(devices) :]
 
     def close(self) -> None:
@@ -170,10 +171,10 @@ class ParameterWorkers:
         self.closed_at = self.closed_at or calling_line() + because
         _open.discard(self)
         self._ending.detach()
-        for step in [*self.crew.queue, *(step for each in self.crew.workers.values() for _, step in each.steps)]:
-            step.finish(error=StrategyError(f"{self._name} was closed at {self.closed_at} before this step was done"))
-            step.is_reported = True
-        _end(self.crew, self._started, self._process)
+        self.scheduler.cancel_all(
+            lambda: StrategyError(f"{self._name} was closed at {self.closed_at} before this step was done")
+        )
+        _end(self.scheduler, self._started, self._process)
         self.distribution.tracker.let_go()
 
     def require_usable(self) -> None:
@@ -198,7 +199,7 @@ class ParameterWorkers:
     def tell_others(self, error: BaseException) -> None:
         """The program has failed: what is under way is not waited for any more."""
         if os.getpid() == self._process:  # a fork may fail by itself
-            self.crew.stop()
+            self.scheduler.stop()
 
     # What `distribution` needs
 
@@ -210,14 +211,14 @@ class ParameterWorkers:
         with self._or_end():
             self.start()
             self.settle()
-            return self.crew.ask_all(function, *arguments)
+            return self.scheduler.ask_all(function, *arguments)
 
     def forget_functions(self) -> None:
         """Sends functions anew the next time: something that they used is gone."""
         live = self.distribution.registry.live()
-        for worker in self.crew.workers.values():
-            worker.forget_functions()
-            worker.news = {name: each for name, each in (worker.news or {}).items() if name is None or name in live}
+        for record in self.scheduler.records.values():
+            record.forget_functions()
+            record.changes = {name: each for name, each in record.changes.items() if name in live}
 
     # Steps
 
@@ -230,7 +231,7 @@ class ParameterWorkers:
             return run_round(self, function, args, kwargs, counts, num_backups=shared.backup_workers)
         step = self.new_step(function, per_replica.select(args, 0, sent=True), per_replica.select(kwargs, 0, sent=True))
         with self.attending():
-            self.crew.wait(lambda: self.crew.has_room)
+            self.scheduler.wait(lambda: self.scheduler.has_room)
             self.enter(step)
         self.raise_failures()
         code = None if hasattr(function, "__wrapped__") else getattr(function, "__code__", None)  # a decorator's own
@@ -255,12 +256,12 @@ class ParameterWorkers:
         self._random_numbers.note_run()
         if changes:
             self.distribution.note_state()
-        for worker in self.crew.workers.values() if changes or seed is not None else ():
-            tell(worker, changes, seed)
+        for record in self.scheduler.records.values() if changes or seed is not None else ():
+            record.tell(changes, seed)
 
     def enter(self, step: Step) -> None:
         """Enters a step into the queue; what cannot be sent is an error now."""
-        self.crew.submit(step)
+        self.scheduler.submit(step)
         if step.is_done and not step.is_sent:
             step.raise_error()
         self._steps.append(step)
@@ -275,13 +276,13 @@ class ParameterWorkers:
     def attend(self, *, wait: bool = False) -> None:
         """Takes in what workers have sent; waits a moment for something if told to."""
         with self.attending():
-            self.crew.attend(0.1 if wait else 0.0)
+            self.scheduler.poll(SLICE_S if wait else 0.0)
 
     def wait_for(self, step: Step) -> Any:
         """The result of a step; its error, if it has failed."""
         if not step.is_done:  # else it can be read after the end as well
             with self.attending():
-                self.crew.wait(lambda: step.is_done)
+                self.scheduler.wait(lambda: step.is_done)
         if step.has_failed:
             self._raise(step)
         return self.result_of(step)
@@ -289,11 +290,7 @@ class ParameterWorkers:
     def settle(self) -> None:
         """Waits for all steps that workers have; none is handed out meanwhile."""
         with self.attending():
-            waiting, self.crew.queue = self.crew.queue, type(self.crew.queue)()
-            try:
-                self.crew.wait(lambda: not self.crew.num_under_way and not self.crew.queue)
-            finally:
-                self.crew.queue.extend(step for step in waiting if not step.is_done)
+            self.scheduler.drain()
 
     def result_of(self, step: Step) -> Any:
         return cast(Answer, step.answer).result
@@ -335,40 +332,40 @@ class ParameterWorkers:
         self.distribution.forget_state(cast(Any, self.main))
         step.raise_error()
 
-    # What the crew asks
+    # What the scheduler asks
 
-    def _message(self, worker: Worker, step: Step) -> Any:
+    def _message(self, worker: Member, record: WorkerRecord, step: Step) -> Message:
         surroundings, own_round = step.told
-        news, worker.news = dict(worker.news or {}), {}
-        seed = news.pop(None, None)
-        call = Call(worker.num_calls + 1, seed, news, surroundings, self.board.version, step.num_pushed, own_round)
-        arguments = self.key, call, worker.functions.prepare(step.function), step.args, step.kwargs
+        changes, seed = record.take()
+        call = Call(worker.num_calls + 1, seed, changes, surroundings, self.board.version, step.num_pushed, own_round)
+        arguments = self.key, call, record.functions.prepare(step.function), step.args, step.kwargs
         return worker_calls.run, arguments, self.distribution.reference_in_run
 
-    def _welcome(self, worker: Worker) -> None:
+    def _introduce(self, worker: Member, record: WorkerRecord) -> None:
         """Gives a new worker all that the others have."""
+        record.seed = torch.initial_seed() % 2**32
         device = self._devices[worker.number % len(self._devices)]
         main = cast(MainProgram, self.main)
         main.variables.board.call[worker.number] = 0  # who had its place before counted its own
         arguments = self.key, worker.number, device, self._settings, main.variables.memory
-        self.crew.call(worker, worker_calls.join, *arguments, StrategyInReplica(0, [device], 0, 1))
-        introduce(worker, self.crew, self.key, main, self.distribution.registry, self._owner_ref())
+        self.scheduler.call(worker, worker_calls.join, *arguments, StrategyInReplica(0, [device], 0, 1))
+        introduce(worker, self.scheduler, self.key, main, self.distribution.registry, self._owner_ref())
         for function, given in self.given:
-            self.crew.call(worker, function, len(self._devices), *given)
+            self.scheduler.call(worker, function, len(self._devices), *given)
 
 
 def _settle_before(reference: "weakref.ref[ParameterWorkers]", module: torch.nn.Module, _: Any) -> None:
     """Before the main program calls a distributed model, it waits for the steps that change it."""
     workers = reference()
-    if workers is None or context.state.replicas or not workers.crew.num_under_way:
+    if workers is None or context.state.replicas or not workers.scheduler.num_under_way:
         return
     if module in workers.distribution.registry and os.getpid() == workers._process:
         workers.settle()
 
 
-def _end(crew: Crew, started: contextlib.ExitStack, process: int) -> None:
+def _end(scheduler: Scheduler, started: contextlib.ExitStack, process: int) -> None:
     if os.getpid() == process:
-        crew.stop()
+        scheduler.stop()
         started.close()
 
 
