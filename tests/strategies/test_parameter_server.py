@@ -769,6 +769,18 @@ def test_ctrl_c_keeps_the_state_of_optimizers(four_cpus: None) -> None:
         strategy.run(step)
 
 
+def test_error_of_the_program_is_not_replaced_by_that_of_a_step(four_cpus: None) -> None:
+    def fail() -> None:
+        raise ValueError("in a step")
+
+    with pytest.raises(ZeroDivisionError), sg.ParameterServerStrategy(1) as strategy:  # noqa: PT012
+        result = strategy.run(fail)
+        deadline = time.monotonic() + 20.0
+        while not strategy.is_ready(result):
+            assert time.monotonic() < deadline
+        raise ZeroDivisionError
+
+
 def test_gradients_that_are_not_finite_are_told_with_run_and_worker(strategy: sg.ParameterServerStrategy) -> None:
     with strategy.scope():
         model = nn.Linear(1, 1)

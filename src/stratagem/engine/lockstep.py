@@ -5,36 +5,29 @@ to date, call the function everywhere, collect, and choose the error that is sho
 live is decided by `distribution`; strategies only choose how these parts are put together.
 """
 
-import atexit
 import contextlib
 import functools
-import itertools
-import os
-import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch.utils import _pytree as pytree
 
-from stratagem._caller import calling_line
 from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import PeerAborted, Signals
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
-from stratagem.engine import backward, child_calls
+from stratagem.engine import child_calls
 from stratagem.engine.connecting import connect
-from stratagem.engine.distribution import Distribution
 from stratagem.engine.joining import Elsewhere, join
-from stratagem.engine.lifecycle import Holdings
+from stratagem.engine.lifecycle import Driver, ReplicaResources
 from stratagem.engine.machines import Alone, Workers
 from stratagem.engine.nonfinite import NonFinite
 from stratagem.engine.random_numbers import RandomNumbers
 from stratagem.engine.recipe import Run, Settings
 from stratagem.engine.replica import Runtime
 from stratagem.engine.stragglers import Stragglers
-from stratagem.errors import ReplicaError, StratagemError, StrategyError
+from stratagem.errors import ReplicaError
 from stratagem.objects import per_replica
 from stratagem.objects.functions import FunctionCache
 from stratagem.processes.affinity import seated
@@ -45,11 +38,9 @@ from stratagem.processes.losses import Fatal, raise_first
 from stratagem.processes.region import Region
 from stratagem.variables import agreement
 
-_keys = itertools.count(1)
-
 
 @final
-class LocalReplicas:
+class LocalReplicas(Driver):
     """The replicas of one strategy on this machine.
 
     Args:
@@ -70,9 +61,7 @@ class LocalReplicas:
         workers: Workers | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
-        self.distribution = Distribution(self)
-        self.key = next(_keys)
-        self._owner_ref = weakref.ref(owner)
+        super().__init__(owner)
         self._devices = tuple(devices)
         self._settings = settings
         self._workers = workers or Alone()
@@ -84,50 +73,40 @@ class LocalReplicas:
             children=elsewhere.children if elsewhere is not None else None,
         )
         self._functions = FunctionCache(self.distribution.registry.__contains__)
-        self._started = contextlib.ExitStack()
-        self._process = os.getpid()
         self._random_numbers = RandomNumbers(settings.first, apart=settings.num_machines > 1)
         self._stragglers = Stragglers()
         self._num_runs = 0
         self._nonfinite = NonFinite(settings.on_nonfinite)
         self._unwanted: list[tuple[int, int]] = []
         self._join: tuple[Region, Region] | None = None  # what children are given, until they have it
-        self.closed_at: str | None = None
         self.runtime: Runtime | None = None
-        self._ending = self._end_when_dropped()
-        _open.add(self)
-        backward.install()
-
-    @property
-    def _owner(self) -> Any:
-        return self._owner_ref()  # alive in all that it does, and in results that wait to be fetched
+        registry, tracker = self.distribution.registry, self.distribution.tracker
+        self._held = ReplicaResources(self.key, self._group, registry, tracker, self._workers, self._started)
+        self._hold(self._held)
 
     def begin(self) -> Runtime:
-        """Takes what the replicas need and lets the fork server start, the first time; waits for nothing."""
         self.require_usable()
         if self.runtime is not None:
             return self.runtime
         size = len(self._devices)
-        self._started.enter_context(this_process().in_use(f"{type(self._owner).__name__}()"))
+        self._started.enter_context(this_process().in_use(f"{self._name}()"))
         if self._devices[0].memory_limit_bytes is None:
             self._started.enter_context(freed_memory_kept())
         meeting = Region.create(Signals.num_bytes(size))
         scratch = Region.create(SharedMemory.num_bytes(size))
         meet = self._elsewhere.meet if self._elsewhere is not None else None
-        self.runtime = Runtime(0, self._settings, meeting, scratch, self._owner, self._workers.between, meet)
+        self.runtime = Runtime(0, self._settings, meeting, scratch, self.strategy, self._workers.between, meet)
+        self._held.runtime = self.runtime
         self.runtime.signals.reset()
         self.runtime.signals.attend = self._group.watch
-        self.distribution.registry.add(0, self._owner)
+        self.distribution.registry.add(0, self.strategy)
         self._join = meeting, scratch
-        self._ending.detach()
-        self._ending = self._end_when_dropped()
         if size > 1:
             with self._or_end():
                 self._group.begin(range(1, size))
         return self.runtime
 
     def start(self) -> Runtime:
-        """Starts the children, the first time: until then the program has built its model while torch loaded."""
         own = self.begin()
         if self._join is None:
             return own
@@ -183,7 +162,7 @@ class LocalReplicas:
             self._stragglers.note([own.busy_s, *(answer.busy_s for answer in answers)], counts_here)
             results = [result, *(answer.result for answer in answers)]
             # A result that waits in its replica keeps the strategy; the notice that nobody wants it does not.
-            fetch = functools.partial(self._fetch, self._owner)
+            fetch = functools.partial(self._fetch, self.strategy)
             return per_replica.join_results(results, counts_here, fetch, self._unwanted.append)
         except BaseException:
             self._forget_results(answers)
@@ -205,7 +184,7 @@ class LocalReplicas:
 
     def tell_others(self, error: BaseException) -> None:
         """Tells other machines that this program cannot go on."""
-        if self.closed_at is None and os.getpid() == self._process:
+        if self.closed_at is None and self.is_home:
             self._workers.fail(error)
 
     def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str], settings: Sequence[str]) -> None:
@@ -237,18 +216,6 @@ class LocalReplicas:
             self._group.collect()
             raise_first(None, self._group.failures(besides=PeerAborted))
 
-    @contextlib.contextmanager
-    def _or_end(self) -> Iterator[None]:
-        """A block after whose failure the replicas cannot go on."""
-        try:
-            yield
-        except Fatal as fatal:
-            self.end(fatal.error)
-            raise fatal.error from None
-        except BaseException as error:
-            self.end(error)
-            raise
-
     def _send(self, call: Run, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Sends every child its part of a run; what cannot be sent is an error before anything runs."""
         prepared = self._functions.prepare(function)
@@ -276,11 +243,9 @@ class LocalReplicas:
             raise
 
     def forget_functions(self) -> None:
-        """Sends functions anew the next time: something that they used is gone."""
         self._functions = FunctionCache(self.distribution.registry.__contains__)
 
     def ask_children(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Calls a function of the library in every child."""
         if len(self._devices) == 1:
             return []
         self._group.call_all(function, *arguments)
@@ -288,44 +253,12 @@ class LocalReplicas:
         raise_first(None, self._group.failures())
         return answers
 
-    def close(self) -> None:
-        """Ends the children; distributed objects become plain ones, with all of their state."""
-        if self.closed_at is None and os.getpid() == self._process:
-            try:
-                self._holdings().bring_state_home()
-            finally:
-                self.end()
+    def _finish(self) -> None:
+        self._held.bring_state_home()
 
-    def end(self, cause: BaseException | None = None) -> None:
-        """Ends the children at once; nothing can be run any more."""
-        because = f" because {type(cause).__name__}: {cause}" if isinstance(cause, StratagemError) else ""
-        self.closed_at = self.closed_at or calling_line() + because
-        _open.discard(self)
+    def _give_up(self, cause: BaseException | None) -> None:
         if cause is not None:
             self._workers.fail(cause)
-        self._ending.detach()
-        self._holdings().end()
-
-    def _end_when_dropped(self) -> "weakref.finalize[..., Any]":
-        """Lets the children end, as far as they are there by now, when the program has dropped the strategy."""
-        ending = weakref.finalize(self, self._holdings().close)
-        ending.atexit = False  # `_close_all` is sooner
-        return ending
-
-    def _holdings(self) -> Holdings:
-        registry, tracker = self.distribution.registry, self.distribution.tracker
-        return Holdings(self.key, self._group, self.runtime, registry, tracker, self._workers, self._started)
-
-    def require_usable(self) -> None:
-        """Refuses use after the end, and in a process that was forked from the controller."""
-        name = type(self._owner).__name__
-        if self.closed_at is not None:
-            raise StrategyError(f"{name} was closed at {self.closed_at}; make a new one")
-        if os.getpid() != self._process:
-            raise StrategyError(
-                f"{name} belongs to process {self._process} and cannot be used in {os.getpid()}, which was forked "
-                f"from it; use it in the main program only"
-            )
 
     def _connect(self, own: Runtime) -> None:
         """Connects the replicas, where they do not share all memory and are not connected yet."""
@@ -386,15 +319,3 @@ class LocalReplicas:
 
 def _nothing(_: Member, __: PendingCall) -> None:
     """Outside runs nobody waits for a child but the one who asked it."""
-
-
-_open: "weakref.WeakSet[LocalReplicas]" = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    error = getattr(sys, "last_value", None)  # what has ended the program, if anything
-    for replicas in list(_open):
-        if error is not None:
-            replicas.tell_others(error)
-        replicas.close()

@@ -432,7 +432,7 @@ class ChildGroup:
         self._on_loss(member, cause)
         member.calls.clear()
         if not member.is_leaving:
-            self.losses.note(cause, self._policy)
+            self.losses.note(cause, self._policy, time.monotonic())
             self.begin([member.number])
             self.start()
 

@@ -7,7 +7,6 @@ memory, and the policy: a loss ends the group, or the member is replaced.
 import dataclasses
 import os
 import signal
-import time
 from collections.abc import Sequence
 from typing import Any, Final, Protocol, final
 
@@ -66,13 +65,16 @@ class Losses:
         """Who was lost and why, oldest first."""
         return [cause for _, cause in self._causes]
 
-    def note(self, cause: str, policy: Replace) -> None:
+    def note(self, cause: str, policy: Replace, now: float) -> None:
         """Counts a loss.
 
+        Args:
+            cause: Who was lost and why.
+            policy: How many may be.
+            now: The time of a clock that only goes on.
         Raises:
             ReplicaDiedError: There were more than the policy allows.
         """
-        now = time.monotonic()
         self._causes = [each for each in self._causes if now - each[0] <= policy.window_s] + [(now, cause)]
         if len(self._causes) > policy.max_restarts:
             raise ReplicaDiedError(

@@ -15,7 +15,7 @@ from stratagem.strategies.replicated import Replicated, warn_of_others
 
 
 @final
-class CentralStorageStrategy(Replicated):
+class CentralStorageStrategy(Replicated[LocalReplicas]):
     """Keeps every variable once, and updates it once.
 
     Replicas that compute on the CPU see the variables in memory that they share: with any number of

@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
-from stratagem.engine import child_calls, context
+from stratagem.engine import context
+from stratagem.engine.queued import worker_calls
 from stratagem.engine.queued.pending_results import with_leaves
 from stratagem.engine.queued.step import Step
 from stratagem.engine.queued.workers import ParameterWorkers
@@ -272,7 +273,7 @@ _passes: dict[tuple[int, int], Iterator[Any]] = {}
 
 def make_source(num_workers: int, key: int, dataset_fn: Callable[..., Any], strategy: int) -> None:
     """Makes a worker's own data."""
-    number = child_calls.runtime_of(strategy).worker  # type: ignore[attr-defined]  # it is one of a parameter server
+    number = worker_calls.number_of(strategy)
     wants_context = any(
         each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
         for each in inspect.signature(dataset_fn).parameters.values()

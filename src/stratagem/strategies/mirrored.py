@@ -16,7 +16,7 @@ from stratagem.strategies.replicated import Replicated, warn_of_others
 
 
 @final
-class MirroredStrategy(Replicated):
+class MirroredStrategy(Replicated[LocalReplicas]):
     """Keeps an equal copy of every variable on each local device.
 
     Replica i receives slice i of the global batch. No copy changes until gradients from all

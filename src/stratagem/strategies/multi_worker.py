@@ -30,7 +30,7 @@ from stratagem.strategies.replicated import Replicated
 
 
 @final
-class MultiWorkerMirroredStrategy(Replicated):
+class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
     """Keeps an equal copy of every variable on each device of every worker.
 
     Every worker runs the same program and drives the replicas of its own machine. Gradients are summed

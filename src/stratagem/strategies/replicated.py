@@ -2,19 +2,21 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from stratagem._caller import warn_caller
 from stratagem.cluster.resolvers.detection import found
 from stratagem.cluster.spec import CHIEF, WORKER
 from stratagem.devices.device import LogicalDevice
 from stratagem.engine import context
-from stratagem.engine.lockstep import LocalReplicas
+from stratagem.engine.lifecycle import Driver
 from stratagem.errors import StratagemError, StratagemWarning
 from stratagem.strategies.strategy import Strategy, require_call
 
+D = TypeVar("D", bound=Driver)
 
-class Replicated(Strategy):
+
+class Replicated(Strategy, Generic[D]):
     """A strategy with replicas on the devices of this machine.
 
     Args:
@@ -22,7 +24,7 @@ class Replicated(Strategy):
         new_replicas: Makes what drives them for this strategy, now and after a failure.
     """
 
-    def __init__(self, devices: Sequence[LogicalDevice], new_replicas: Callable[[Any], LocalReplicas]) -> None:
+    def __init__(self, devices: Sequence[LogicalDevice], new_replicas: Callable[[Any], D]) -> None:
         self._devices = tuple(devices)
         self._new_replicas = new_replicas
         self._replicas = new_replicas(self)
@@ -32,7 +34,7 @@ class Replicated(Strategy):
         return self._devices
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator["Replicated"]:
+    def scope(self) -> Iterator["Replicated[D]"]:
         """What is made inside is distributed; the first time, the replicas are started."""
         with self._in_scope():
             self._replicas.begin()

@@ -4,8 +4,8 @@ Offers `distribution` what it needs of a replica. The main program computes noth
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast, final
 
 import torch
 
@@ -17,11 +17,83 @@ from stratagem.errors import StrategyError
 from stratagem.parameters.local.gradient_slots import GradientSlots
 from stratagem.parameters.local.shared_variables import Held, LocalVariables, SharedMemoryOfShards
 from stratagem.parameters.local.slot_memory import StateMemory, layout_of, make_memory
-
-if TYPE_CHECKING:
-    from stratagem.engine.queued.workers import ParameterWorkers
+from stratagem.processes.registry import Registry
+from stratagem.variables.slices import SplitUpdate
 
 _OVERRIDDEN = ("step", "state_dict", "load_state_dict")
+
+
+class Updaters(Protocol):
+    """The workers, as far as the main program needs them."""
+
+    @property
+    def key(self) -> int:
+        """By which they know the strategy."""
+
+    @property
+    def strategy(self) -> Any:
+        """Whose workers they are."""
+
+    def settle(self) -> None:
+        """Waits for all steps that they have."""
+
+    def ask_children(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Calls a function of the library in each, and waits."""
+
+
+@final
+class PlacedVariables:
+    """Where variables lie that workers update: once, in memory that all processes share.
+
+    Args:
+        memory: What all processes share.
+        registry: The names of distributed objects.
+    """
+
+    def __init__(self, memory: SharedMemoryOfShards, registry: Registry) -> None:
+        self.variables = LocalVariables(memory)
+        self.placed: list[Held] = []
+        self.pending: Sequence[Any] = ()  # what is about to be distributed
+        self._registry = registry
+
+    def place(self, named: Sequence[tuple[int, torch.Tensor]], labels: Mapping[int, str]) -> list[Held]:
+        for _, tensor in named:
+            if tensor.device.type != "cpu":
+                raise StrategyError(
+                    f"workers of a parameter server compute on the CPU, {labels.get(id(tensor), 'a tensor')!r} is on "
+                    f"{tensor.device}; make it there"
+                )
+        made = [*self.pending, *self._registry.live().values()]
+        tables = {
+            id(each.weight)
+            for obj in made
+            if isinstance(obj, torch.nn.Module)
+            for each in obj.modules()
+            if isinstance(each, torch.nn.Embedding | torch.nn.EmbeddingBag) and each.sparse
+        }
+        placed = self.variables.place(named, labels, tables)
+        self.placed += placed
+        return placed
+
+    def add(self, placed: Held, tensors: Mapping[int, torch.Tensor]) -> None:
+        self.variables.add(placed)
+
+    def drop(self, names: Sequence[int]) -> None:
+        """Lets go of variables that the program has dropped."""
+        self.variables.drop(names)
+        self.placed = [held for held in self.placed if held in self.variables.held]
+
+    def forget_state(self) -> None:
+        """Nothing is known of workers that is not told to each."""
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that still exist."""
+        return [
+            tensor
+            for held in self.variables.held
+            for tensor in held.store.tensors
+            if isinstance(tensor, torch.nn.Parameter)
+        ]
 
 
 @final
@@ -36,24 +108,29 @@ class MainProgram:
     """
 
     def __init__(
-        self, memory: SharedMemoryOfShards, distribution: Distribution, workers: "ParameterWorkers", *, num_slots: int
+        self, memory: SharedMemoryOfShards, distribution: Distribution, workers: Updaters, *, num_slots: int
     ) -> None:
-        self.variables = LocalVariables(memory)
+        self.copies = PlacedVariables(memory, distribution.registry)
+        self.variables = self.copies.variables
         self.settings = Settings(1, kept_on="cpu")
-        self.copies = self  # what `distribution` asks of copies is here as well
-        self.updates: dict[int, Any] = {}
-        self.placed: list[Held] = []
+        self.updates: dict[int, SplitUpdate] = {}  # none: workers have them
         self._registry, self._tracker = distribution.registry, distribution.tracker
-        self._workers = workers
+        self._workers_ref = weakref.ref(workers)
         self._num_slots = num_slots
         self._states: dict[int, tuple[StateMemory, GradientSlots | None]] = {}
         self._signatures: dict[int, Any] = {}
-        context.open_runtimes.append(cast(Any, self))
+        context.open_runtimes.append(self)
+
+    @property
+    def _workers(self) -> Updaters:
+        if (workers := self._workers_ref()) is None:
+            raise ReferenceError("the strategy of these variables is gone")
+        return workers
 
     def close(self) -> None:
         """Makes objects plain again, with all their state, when no worker is there; tensors keep their memory."""
-        if self in cast(list[Any], context.open_runtimes):
-            context.open_runtimes.remove(cast(Any, self))
+        if self in context.open_runtimes:
+            context.open_runtimes.remove(self)
         self.repair()
         for name, obj in self._registry.live().items():
             if isinstance(obj, torch.optim.Optimizer):
@@ -78,28 +155,6 @@ class MainProgram:
 
     # What `distribution` asks
 
-    def place(self, named: Sequence[tuple[int, torch.Tensor]], labels: Mapping[int, str]) -> list[Held]:
-        for _, tensor in named:
-            if tensor.device.type != "cpu":
-                raise StrategyError(
-                    f"workers of a parameter server compute on the CPU, {labels.get(id(tensor), 'a tensor')!r} is on "
-                    f"{tensor.device}; make it there"
-                )
-        made = [*self._pending, *self._registry.live().values()]
-        tables = {
-            id(each.weight)
-            for obj in made
-            if isinstance(obj, torch.nn.Module)
-            for each in obj.modules()
-            if isinstance(each, torch.nn.Embedding | torch.nn.EmbeddingBag) and each.sparse
-        }
-        placed = self.variables.place(named, labels, tables)
-        self.placed += placed
-        return placed
-
-    def add(self, placed: Held, tensors: Mapping[int, torch.Tensor]) -> None:
-        self.variables.add(placed)
-
     def add_objects(self, objects: dict[int, Any]) -> None:
         for obj in objects.values():
             if isinstance(obj, torch.nn.Module):
@@ -110,20 +165,7 @@ class MainProgram:
             self._signatures.pop(name, None)
             if name in self._states:
                 self.variables.journal.drop(self._states.pop(name)[0].targets)
-        self.variables.drop(names)
-        self.placed = [held for held in self.placed if held in self.variables.held]
-
-    def forget_state(self) -> None:
-        """Nothing is known of workers that is not told to each."""
-
-    def parameters(self) -> list[torch.Tensor]:
-        """The parameters that still exist."""
-        return [
-            tensor
-            for held in self.variables.held
-            for tensor in held.store.tensors
-            if isinstance(tensor, torch.nn.Parameter)
-        ]
+        self.copies.drop(names)
 
     def distributed(self) -> list[Any]:
         """The modules and other objects that have been given out."""
@@ -136,19 +178,17 @@ class MainProgram:
 
     def note_pending(self) -> None:
         """Looks at what is about to be distributed."""
-        self._pending = self._tracker.pending()
-        if any(isinstance(obj, torch.optim.LBFGS) for obj in self._pending):
+        pending = self.copies.pending = self._tracker.pending()
+        if any(isinstance(obj, torch.optim.LBFGS) for obj in pending):
             raise StrategyError(
                 "LBFGS computes the loss many times in one step, which no push can; use another optimizer"
             )
-        for obj in self._pending:
+        for obj in pending:
             if isinstance(obj, torch.nn.Embedding | torch.nn.EmbeddingBag) and obj.sparse and obj.max_norm is not None:
                 raise StrategyError(
                     f"a table with sparse=True is not copied to workers, and max_norm={obj.max_norm} would change it "
                     f"while others read it; leave out one of the two"
                 )
-
-    _pending: Sequence[Any] = ()
 
     # Optimizers
 
@@ -159,7 +199,7 @@ class MainProgram:
 
     def bring_up_to_date(self) -> None:
         """Gives optimizers that are new, or have other parameters or options, memory for their state."""
-        self._pending = ()
+        self.copies.pending = ()
         for name, obj in self._registry.live().items():
             if isinstance(obj, torch.optim.Optimizer):
                 signature = [
@@ -252,13 +292,13 @@ _CHANGING = frozenset({"params", "lr", "initial_lr"})  # which make no differenc
 
 def settle_all() -> None:
     """Waits for the steps under way of all parameter servers of this program, before it reads variables directly."""
-    for runtime in cast(list[Any], context.open_runtimes):
+    for runtime in context.open_runtimes:
         if isinstance(runtime, MainProgram):
             runtime._workers.settle()
 
 
 def _settle(module: torch.nn.Module, *_: Any) -> None:
     """Before the state of a module is taken, steps that change it are done."""
-    for runtime in cast(list[Any], context.open_runtimes):
+    for runtime in context.open_runtimes:
         if isinstance(runtime, MainProgram) and module in runtime._registry:
             runtime._workers.settle()

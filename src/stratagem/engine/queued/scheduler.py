@@ -109,6 +109,7 @@ class Scheduler:
         self.wait(lambda: not any(worker.calls for worker in leaving))
         for number in numbers:
             self.group.end(number)
+            self.records.pop(number, None)
 
     def stop(self) -> None:
         """Ends all workers."""
@@ -235,6 +236,7 @@ class Scheduler:
 
     def _requeue(self, worker: Member, cause: str) -> None:
         """Gives the steps of a lost worker to others."""
+        del self.records[worker.number]
         number, num_pushed = self._recover(worker.number)
         for step in reversed(_steps_of(worker)):
             if step.number == number:
