@@ -104,12 +104,17 @@ def raise_first(own: BaseException | None, failed: Sequence[Failed]) -> None:
         raise own
     if not failures:
         return
-    _, (error, line, text) = failures[0]
-    same = [str(number) for number, failure in failures if failure[1] == line]
-    where = f"replica{'s' if len(same) > 1 else ''} {', '.join(same)}"
+    _, first = failures[0]
+    same = [str(number) for number, failure in failures if failure[1] == first[1]]
+    raise error_of(first, f"replica{'s' if len(same) > 1 else ''} {', '.join(same)}")
+
+
+def error_of(failure: Failure, where: str) -> BaseException:
+    """The error that a child has raised, with a note of where and with the child's traceback."""
+    error, line, text = failure
     raised = error if error is not None else ReplicaError(f"{where} raised {line}")
     raised.add_note(f"raised in {where}:\n{text}")
-    raise raised
+    return raised
 
 
 def stalled_together(members: Sequence[Any], stall_timeout_s: float, run_number: int) -> str:

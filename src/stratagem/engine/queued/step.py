@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from typing import Any, final
 
-from stratagem.errors import ReplicaError
 from stratagem.processes.group import PendingCall
-from stratagem.processes.losses import Failure
+from stratagem.processes.losses import Failure, error_of
 
 
 @final
@@ -59,8 +58,6 @@ class Step(PendingCall):
         if self.error is not None:
             raise self.error
         if self.failure is not None:
-            error, line, text = self.failure
-            raised = error if error is not None else ReplicaError(f"a worker raised {line}")
-            self.failure, self.error = None, raised
-            raised.add_note(f"raised in a worker:\n{text}")
-            raise raised
+            error = error_of(self.failure, "a worker")
+            self.failure, self.error = None, error
+            raise error
