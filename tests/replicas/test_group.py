@@ -1,9 +1,11 @@
 """A group of real child processes: queues of calls, and what the loss of a member means."""
 
 import contextlib
+import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,15 @@ def test_members_have_queues_of_calls_that_are_answered_in_order(fork_server: No
         wait_until(group, lambda: second.is_done)
         assert waiting.answer == group.members[4].pid
         assert (second.answer, second.done_by) == ((3, 1), 4)
+
+
+def test_group_does_not_keep_calls_that_are_answered(fork_server: None) -> None:
+    with group_of([0], depth=2) as group:
+        calls = [submit(group, 0, os.getpid)]
+        wait_until(group, lambda: calls[0].is_done)
+        kept = weakref.ref(calls.pop())
+        gc.collect()
+        assert kept() is None
 
 
 def test_lost_member_is_replaced_and_its_calls_are_handed_back(fork_server: None, tmp_path: Path) -> None:

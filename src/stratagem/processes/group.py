@@ -57,7 +57,7 @@ class Member:
         self.process = process
         self.channel = channel
         self.calls: deque[PendingCall] = deque()  # those that it has been sent and has not answered
-        self.last_call = PendingCall()
+        self.last_call = PendingCall()  # of those that go to all members at once
         self.num_calls = 0
         self.last_message = time.monotonic()  # or when it got something to do
         self.stopped_since: float | None = None
@@ -208,7 +208,6 @@ class ChildGroup:
         member.num_calls += 1
         call.number, call.done_by = member.num_calls, member.number
         member.calls.append(call)
-        member.last_call = call
         try:
             member.channel.send_packed(packed)
         except (BrokenPipeError, ConnectionResetError):
@@ -355,7 +354,7 @@ class ChildGroup:
     def _submit_alone(self, member: Member, packed: Packed) -> PendingCall:
         """Sends a call whose member must have no other: one that it has was given up, its answer is dropped."""
         member.calls.clear()
-        call = PendingCall()
+        call = member.last_call = PendingCall()
         self.submit(member, packed, call)
         return call
 
@@ -424,11 +423,11 @@ class ChildGroup:
         why = why or member.killed_because
         how, more = (why, "") if why else member.process.how_it_ended(STATUS_WAIT_S)
         if isinstance(self._policy, End):
-            raise ReplicaDiedError(f"{member} {how} in run {self.run_number}{more}")
+            raise ReplicaDiedError(losses.died(str(member), how, more, self.run_number))
         self._forget(member)
         _kill([member])
         member.channel.close()
-        cause = f"{member} {how}{more}"
+        cause = losses.died(str(member), how, more)
         self._on_loss(member, cause)
         member.calls.clear()
         if not member.is_leaving:
@@ -440,7 +439,8 @@ class ChildGroup:
         """Raises the error that says who keeps the others waiting."""
         for member in self.members.values():
             member.process.show_stack()
-        raise ReplicaStalledError(losses.stalled_together(silent, self.stall_timeout_s, self.run_number))
+        named = [f"{member}, state {member.process.state}" for member in silent]
+        raise ReplicaStalledError(losses.stalled_together(named, self.stall_timeout_s, self.run_number))
 
     def _forget(self, member: Member) -> None:
         descriptor = member.channel.fileno()

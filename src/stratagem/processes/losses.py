@@ -8,7 +8,7 @@ import dataclasses
 import os
 import signal
 from collections.abc import Sequence
-from typing import Any, Final, Protocol, final
+from typing import Final, Protocol, final
 
 from stratagem.devices.device import mib
 from stratagem.errors import ReplicaDiedError, ReplicaError
@@ -117,11 +117,22 @@ def error_of(failure: Failure, where: str) -> BaseException:
     return raised
 
 
-def stalled_together(members: Sequence[Any], stall_timeout_s: float, run_number: int) -> str:
+def died(who: str, how: str, more: str, run_number: int | None = None) -> str:
+    """Of a member that is gone.
+
+    Args:
+        who: Its name and process.
+        how: How it ended, as `describe_status` says.
+        more: What else is known, as `out_of_memory` says.
+        run_number: The run that ends with it, if one does.
+    """
+    return f"{who} {how}{'' if run_number is None else f' in run {run_number}'}{more}"
+
+
+def stalled_together(named: Sequence[str], stall_timeout_s: float, run_number: int) -> str:
     """Of members for whom the others of a run wait."""
-    named = "; ".join(f"{member}, state {member.process.state}" for member in members)
     return (
-        f"{named} has not answered for {stall_timeout_s:.1f} s in run {run_number} while others wait. "
+        f"{'; '.join(named)} has not answered for {stall_timeout_s:.1f} s in run {run_number} while others wait. "
         f"Its stack is in the log above; raise stall_timeout_s if it only needs more time"
     )
 
