@@ -8,6 +8,7 @@ changes in them is found and passed on at the next run.
 import gc
 import itertools
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast, final
 
@@ -28,16 +29,17 @@ from stratagem.variables.slices import SplitUpdate, whole_state
 class Receivers(Protocol):
     """Who distributed objects are given to."""
 
-    @property
-    def key(self) -> int:
-        """By which children know the strategy."""
+    key: int  # by which children know the strategy
 
+    @abstractmethod
     def ask_children(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Calls a function of the library in every child, and waits for all answers."""
 
+    @abstractmethod
     def forget_functions(self) -> None:
         """Sends functions anew the next time: something that they used is gone."""
 
+    @abstractmethod
     def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str], settings: Sequence[str]) -> None:
         """Lets tensors that are about to be distributed have the same values everywhere."""
 

@@ -12,14 +12,14 @@ import os
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar, final
 
 import torch
 
 from stratagem._caller import calling_line
 from stratagem.engine import backward, child_calls
-from stratagem.engine.distribution import Distribution
+from stratagem.engine.distribution import Distribution, Receivers
 from stratagem.engine.machines import Alone, Workers
 from stratagem.engine.replica import Runtime
 from stratagem.errors import StrategyError
@@ -47,7 +47,7 @@ class Resources(ABC):
         """Gives the program's objects the state that processes have."""
 
 
-class Driver(ABC):
+class Driver(Receivers, ABC):
     """Drives the processes of one strategy.
 
     Args:
@@ -81,7 +81,7 @@ class Driver(ABC):
         """Whether this is the process that made the strategy, and not one that was forked from it."""
         return os.getpid() == self._process
 
-    # What the strategy and `distribution` need
+    # What the strategy needs, besides what `distribution` does (`Receivers`)
 
     @abstractmethod
     def begin(self) -> object:
@@ -94,18 +94,6 @@ class Driver(ABC):
     @abstractmethod
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function of the program in the processes."""
-
-    @abstractmethod
-    def ask_children(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Calls a function of the library in every child, and waits for all answers."""
-
-    @abstractmethod
-    def forget_functions(self) -> None:
-        """Sends functions anew the next time: something that they used is gone."""
-
-    @abstractmethod
-    def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str], settings: Sequence[str]) -> None:
-        """Lets tensors that are about to be distributed have the same values everywhere."""
 
     @abstractmethod
     def tell_others(self, error: BaseException) -> None:
