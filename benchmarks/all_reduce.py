@@ -22,7 +22,8 @@ from stratagem.collectives.exchange import Exchange
 from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import NUM_LOOKS, Signals
 from stratagem.processes.allocator import freed_memory_kept
-from stratagem.processes.group import ReplicaGroup, raise_first
+from stratagem.processes.group import ChildGroup
+from stratagem.processes.losses import raise_first
 from stratagem.processes.region import Region
 from stratagem.processes.registry import Registry
 
@@ -128,7 +129,8 @@ def measure(num_mb: int, num_rounds: int) -> dict[str, list[float]]:
         Region.create(SharedMemory.num_bytes(_SIZE)),
     ]
     Signals(regions[0], 0, _SIZE).reset()
-    group = ReplicaGroup(_SIZE - 1, registry=Registry(), stall_timeout_s=_TIMEOUT_S)
+    group = ChildGroup(Registry(), stall_timeout_s=_TIMEOUT_S)
+    group.begin(range(1, _SIZE))
     group.start()
     try:
         with tempfile.TemporaryDirectory() as folder:

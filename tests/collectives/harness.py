@@ -10,7 +10,8 @@ import torch
 
 from stratagem.collectives.signals import Signals
 from stratagem.errors import CollectiveError
-from stratagem.processes.group import ReplicaGroup, raise_first
+from stratagem.processes.group import ChildGroup
+from stratagem.processes.losses import raise_first
 from stratagem.processes.region import Region
 from stratagem.processes.registry import Registry
 
@@ -21,11 +22,12 @@ class Replicas:
     """Processes that a whole test file shares; a run takes as many of them as it needs."""
 
     def __init__(self, num_replicas: int) -> None:
-        self.group = ReplicaGroup(num_replicas - 1, registry=Registry(keeps=True))
+        self.group = ChildGroup(Registry(keeps=True))
+        self.group.begin(range(1, num_replicas))
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """The results of `function(rank, size, *arguments)` on replicas 0 to `size - 1`."""
-        ranks = range(1, len(self.group.replicas) + 1)
+        ranks = range(1, len(self.group.members) + 1)
         self.group.call(_take_part, [(rank, size, function, arguments) for rank in ranks])
         own, error = None, None
         try:

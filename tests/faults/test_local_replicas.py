@@ -26,7 +26,7 @@ from stratagem.errors import (
     StratagemWarning,
     StrategyError,
 )
-from stratagem.processes.group import ReplicaGroup
+from stratagem.processes.group import ChildGroup
 from stratagem.processes.registry import Registry
 from tests.cluster import nursery
 from tests.fakes import fake_host
@@ -369,12 +369,13 @@ def test_replica_that_the_kernel_killed_for_memory_is_told_so(tmp_path: Path, fo
         "sys/fs/cgroup/box/memory.current": "0",
         "sys/fs/cgroup/box/memory.events": "oom_kill 0\n",
     }
-    group = ReplicaGroup(1, registry=Registry(), host=fake_host(tmp_path, files))
+    group = ChildGroup(Registry(), host=fake_host(tmp_path, files))
+    group.begin([1])
     group.start()
     try:
         group.call_all(time.sleep, 60)
         (tmp_path / "sys/fs/cgroup/box/memory.events").write_text("oom_kill 1\n")
-        os.kill(group.replicas[0].pid, signal.SIGKILL)
+        os.kill(group.members[1].pid, signal.SIGKILL)
         with pytest.raises(
             ReplicaDiedError, match=r"probably out of memory: cgroup oom_kill rose from 0 to 1, limit 300"
         ):

@@ -126,7 +126,7 @@ def test_worker_that_is_stopped_in_a_push_does_not_stop_the_main_program(
     for worker in (0, 1):
         strategy.workers.wait_for(give(strategy, worker, step, model, optimizer))
     (tmp_path / "stop").touch()
-    stopped, other = strategy.workers.crew.workers.values()
+    stopped, other = strategy.workers.scheduler.workers
     cut_short = give(strategy, 0, step, model, optimizer)
     deadline = time.monotonic() + PATIENCE_S
     while not stopped.process.is_stopped:
@@ -142,7 +142,7 @@ def test_worker_that_is_stopped_in_a_push_does_not_stop_the_main_program(
     for each in results:
         each.wait()
     strategy.workers.wait_for(cut_short)
-    causes = [cause for _, cause in strategy.workers.crew._losses]
+    causes = strategy.workers.scheduler.group.losses.causes
     assert len([cause for cause in causes if "was stopped for" in cause]) == 1
     assert_each_step_counted_once(model, optimizer, 5)
 
@@ -194,7 +194,7 @@ def test_pushes_of_an_earlier_life_count_once_when_the_next_ends_before_the_step
     (tmp_path / "first").touch()
     strategy.run(two_pushes, args=(cargo, str(tmp_path / "first"), cargo.path)).wait()
     assert not list(tmp_path.iterdir())
-    assert len(strategy.workers.crew._losses) == 2
+    assert len(strategy.workers.scheduler.group.losses.causes) == 2
     assert_each_step_counted_once(model, optimizer, 2)
 
 
@@ -333,7 +333,7 @@ def test_worker_that_dies_while_it_leaves_is_not_replaced(strategy: sg.Parameter
     step = give(strategy, 1, die_once, str(tmp_path / "die"))
     step.worker = None  # whoever is left may have it then
     strategy.resize(1)
-    (worker,) = strategy.workers.crew.workers.values()
+    (worker,) = strategy.workers.scheduler.workers
     assert not (tmp_path / "die").exists()
     assert strategy.workers.wait_for(step) == worker.process.pid
 
@@ -355,13 +355,13 @@ def test_workers_can_leave_before_they_have_begun(strategy: sg.ParameterServerSt
         model = nn.Linear(2, 1)
     strategy.resize(1)
     strategy.run(lambda: model.weight.shape).wait()
-    assert list(strategy.workers.crew.workers) == [0]
+    assert list(strategy.workers.scheduler.group.members) == [0]
 
 
 def test_workers_that_had_nothing_to_do_are_not_stalled(strategy: sg.ParameterServerStrategy) -> None:
     def let_time_pass() -> None:
-        for worker in strategy.workers.crew.workers.values():
-            worker.last_news -= 3600.0
+        for worker in strategy.workers.scheduler.workers:
+            worker.last_message_s -= 3600.0
 
     def make_data() -> range:
         time.sleep(0.3)  # long enough to be looked after
@@ -372,11 +372,11 @@ def test_workers_that_had_nothing_to_do_are_not_stalled(strategy: sg.ParameterSe
     let_time_pass()
     first = strategy.local_results(strategy.run(lambda x: model(x).shape, args=(torch.ones(2, 1),)))
     assert first == (torch.Size([2, 1]),)
-    pids = [worker.process.pid for worker in strategy.workers.crew.workers.values()]
+    pids = [worker.process.pid for worker in strategy.workers.scheduler.workers]
     let_time_pass()
     sg.ClusterCoordinator(strategy).create_per_worker_dataset(make_data)
-    assert [worker.process.pid for worker in strategy.workers.crew.workers.values()] == pids
-    assert not strategy.workers.crew._losses
+    assert [worker.process.pid for worker in strategy.workers.scheduler.workers] == pids
+    assert not strategy.workers.scheduler.group.losses.causes
 
 
 PROGRAM = """

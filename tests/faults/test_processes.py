@@ -18,7 +18,7 @@ from torch import nn
 import stratagem as sg
 from stratagem.engine import child_calls
 from stratagem.errors import ReplicaDiedError, ReplicaStalledError, StrategyError
-from stratagem.processes.group import ReplicaGroup
+from stratagem.processes.group import ChildGroup
 from stratagem.processes.launcher import ForkServer
 from stratagem.processes.registry import Registry
 from tests.cluster import nursery
@@ -42,7 +42,7 @@ def own() -> Iterator[sg.MirroredStrategy]:
         yield made
 
 
-def group_of(strategy: sg.MirroredStrategy) -> ReplicaGroup:
+def group_of(strategy: sg.MirroredStrategy) -> ChildGroup:
     return strategy._replicas._group
 
 
@@ -159,10 +159,11 @@ def test_stopped_idle_replica_does_not_delay_the_close() -> None:
 
 
 def test_replica_that_does_not_read_what_it_is_sent_is_told_as_stalled() -> None:
-    group = ReplicaGroup(1, registry=Registry(), stall_timeout_s=1.0)
+    group = ChildGroup(Registry(), stall_timeout_s=1.0)
+    group.begin([1])
     group.start()
     try:
-        os.kill(group.replicas[0].pid, signal.SIGSTOP)
+        os.kill(group.members[1].pid, signal.SIGSTOP)
         with pytest.raises(ReplicaStalledError, match=r"replica 1 \(pid \d+\), state T has not answered for 1.0 s"):
             group.call_all(len, [torch.ones(8000) for _ in range(100)])  # more than fits into the pipe
     finally:
@@ -172,7 +173,7 @@ def test_replica_that_does_not_read_what_it_is_sent_is_told_as_stalled() -> None
 def test_ctrl_c_is_not_lost_when_another_error_comes_first(own: sg.MirroredStrategy) -> None:
     stopped = pids(own)[1]
     group_of(own).stall_timeout_s = 1.0
-    group_of(own).replicas[0].wire._socket.settimeout(1.0)
+    group_of(own).members[1].channel._socket.settimeout(1.0)
     os.kill(stopped, signal.SIGSTOP)
     before = signal.signal(signal.SIGALRM, lambda *_: interrupt())
     signal.setitimer(signal.ITIMER_REAL, 0.2)  # while it sends
@@ -225,13 +226,13 @@ def test_ctrl_c_while_answers_are_awaited_ends_the_children(own: sg.MirroredStra
     with pytest.raises(KeyboardInterrupt):
         own.run(step, args=(os.getpid(),))
     assert all(map(is_gone, children))
-    with pytest.raises(StrategyError, match="was closed at"):
+    with pytest.raises(StrategyError, match=r"was closed at .* by Ctrl-C; make a new one"):
         own.run(same, args=(1,))
 
 
 def test_ctrl_c_while_a_result_is_fetched_gives_nobody_a_wrong_one(own: sg.MirroredStrategy) -> None:
     first, second = (own.run(torch.full, args=((2**18,), value)) for value in (1.0, 2.0))
-    with interrupted_at(group_of(own), "_send_packed"), pytest.raises(KeyboardInterrupt):
+    with interrupted_at(group_of(own), "submit"), pytest.raises(KeyboardInterrupt):
         first[1]
     with pytest.raises(StrategyError, match="was closed at"):
         second[1]

@@ -315,7 +315,7 @@ def test_replicas_of_a_killed_worker_die_with_it() -> None:
     with cluster_of([[], []]) as tasks:
         begin(tasks, num_replicas=2)
         together(tasks, "train(1)")
-        children = tasks[1].ask("[each.pid for each in worker.strategy._replicas._group.replicas]")
+        children = tasks[1].ask("[each.pid for each in worker.strategy._replicas._group.members.values()]")
         tasks[1].kill()
         deadline = time.monotonic() + 20
         while any(os.path.exists(f"/proc/{pid}") for pid in children):

@@ -156,8 +156,8 @@ def notice_cuts_after(seconds: float) -> None:
 
 def kill_own_replica() -> None:
     """Kills the child that is replica 1 of this worker."""
-    children = worker.strategy._replicas._group.replicas
-    os.kill(children[0].pid, signal.SIGKILL)
+    children = worker.strategy._replicas._group.members
+    os.kill(children[1].pid, signal.SIGKILL)
 
 
 def close() -> str:

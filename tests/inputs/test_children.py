@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from stratagem.inputs import distribute, portions
 from stratagem.objects import per_replica
-from stratagem.processes.group import ReplicaGroup, raise_first
+from stratagem.processes.group import ChildGroup
+from stratagem.processes.losses import raise_first
 from stratagem.processes.registry import Registry
 
 
@@ -20,7 +21,7 @@ class GroupHost:
 
     def __init__(self, group):
         self.group = group
-        self.num_replicas = len(group.replicas) + 1
+        self.num_replicas = len(group.members) + 1
         self.replicas_here = range(self.num_replicas)
         self.input_pipeline = 1, 0
 
@@ -48,7 +49,8 @@ def _run(function, batch):
 
 @pytest.fixture(scope="module")
 def host():
-    group = ReplicaGroup(2, registry=Registry())
+    group = ChildGroup(Registry())
+    group.begin([1, 2])
     group.start()
     yield GroupHost(group)
     group.stop()

@@ -15,7 +15,7 @@ from stratagem.errors import StrategyError
 from stratagem.objects import per_replica, state_diff
 from stratagem.objects.per_replica import PerReplica
 from stratagem.objects.tracking import Tracker
-from stratagem.processes import launcher, packing
+from stratagem.processes import losses, packing
 from stratagem.processes.registry import Registry
 
 # Registry
@@ -371,4 +371,4 @@ def test_gather_along_axes_and_of_numbers() -> None:
     [(None, "ended"), (9, "was killed by SIGKILL"), (3 << 8, "ended with code 3"), (63, "signal 63")],
 )
 def test_how_a_process_ended_in_words(status: int | None, words: str) -> None:
-    assert words in launcher.describe_status(status)
+    assert words in losses.describe_status(status)

@@ -775,6 +775,18 @@ def test_ctrl_c_keeps_the_state_of_optimizers(four_cpus: None) -> None:
         strategy.run(step)
 
 
+def test_error_of_the_program_is_not_replaced_by_that_of_a_step(four_cpus: None) -> None:
+    def fail() -> None:
+        raise ValueError("in a step")
+
+    with pytest.raises(ZeroDivisionError), sg.ParameterServerStrategy(1) as strategy:  # noqa: PT012
+        result = strategy.run(fail)
+        deadline = time.monotonic() + 20.0
+        while not strategy.is_ready(result):
+            assert time.monotonic() < deadline
+        raise ZeroDivisionError
+
+
 def test_gradients_that_are_not_finite_are_told_with_run_and_worker(strategy: sg.ParameterServerStrategy) -> None:
     with strategy.scope():
         model = nn.Linear(1, 1)
@@ -896,7 +908,7 @@ def test_strategy_that_is_dropped_ends_its_workers(four_cpus: None) -> None:
         model = make_net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy.run(plain_step(model, optimizer), args=batches(1)[0]).wait()
-    (process,) = [worker.process for worker in strategy.workers.crew.workers.values()]
+    (process,) = [worker.process for worker in strategy.workers.scheduler.workers]
     del strategy
     gc.collect()
     assert process.wait(PATIENCE_S)

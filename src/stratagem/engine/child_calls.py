@@ -7,8 +7,8 @@ They keep what belongs to this child: its runtimes, the functions it was sent, r
 import gc
 import os
 import random
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -36,6 +36,30 @@ class Answer(NamedTuple):
     result: Any
 
 
+class Building(Protocol):
+    """Makes this child's own tensors."""
+
+    def build(self, placed: Any) -> dict[int, torch.Tensor]:
+        """Makes them of what the child was sent, by name."""
+
+    def add(self, placed: Any, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Takes them, once they have their names."""
+
+
+class Taker(Protocol):
+    """What takes distributed objects in a child."""
+
+    @property
+    def copies(self) -> Building:
+        """Its tensors."""
+
+    def add_objects(self, objects: dict[int, Any]) -> None:
+        """Takes modules, optimizers and the like."""
+
+    def drop(self, names: Sequence[int]) -> None:
+        """Lets go of what the program has dropped."""
+
+
 def join(
     key: int,
     rank: int,
@@ -57,12 +81,12 @@ def join(
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     else:
         torch.accelerator.set_device_index(device.torch_device)
-    _joined[key] = Replica(rank, recipe, meeting, scratch, strategy, meet=meet)
+    _joined[key] = _takers[key] = Replica(rank, recipe, meeting, scratch, strategy, meet=meet)
 
 
-def enter(key: int, runtime: Replica) -> None:
-    """Makes a replica known that another part of the library has made in this child."""
-    _joined[key] = runtime
+def enter(key: int, taker: Taker) -> None:
+    """Lets what another part of the library has made in this child take distributed objects."""
+    _takers[key] = taker
 
 
 def runtime_of(key: int) -> Replica:
@@ -84,7 +108,7 @@ def disconnect(key: int) -> None:
 
 def adopt_variables(key: int, variables: Sequence[Any]) -> None:
     """Takes tensors that the controller has distributed."""
-    child, copies = this_child(), _joined[key].copies
+    child, copies = this_child(), _takers[key].copies
     for placed in variables:
         tensors = copies.build(placed)
         for name, tensor in tensors.items():
@@ -97,7 +121,7 @@ def adopt_objects(key: int, objects: dict[int, Any]) -> None:
     child = this_child()
     for name, obj in objects.items():
         child.registry.add(name, obj)  # type: ignore[union-attr]
-    _joined[key].add_objects(objects)
+    _takers[key].add_objects(objects)
 
 
 def run(
@@ -156,7 +180,7 @@ def load_whole_state(key: int, name: int, state: dict[str, Any]) -> None:
 def drop(key: int, names: Sequence[int]) -> None:
     """Lets go of what the program has dropped."""
     child = this_child()
-    _joined[key].drop(names)
+    _takers[key].drop(names)
     for name in names:
         child.registry.remove(name)  # type: ignore[union-attr]
     _functions.clear()
@@ -180,4 +204,5 @@ class _Results:
 
 _functions = ReceivedFunctions()
 _joined: dict[int, Replica] = {}
+_takers: dict[int, Taker] = {}  # those that have joined, and others
 _results = _Results()

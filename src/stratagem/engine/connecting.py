@@ -6,11 +6,11 @@ import tempfile
 from stratagem.collectives.reconnecting import Link
 from stratagem.collectives.signals import PeerAborted
 from stratagem.engine import child_calls
-from stratagem.engine.attending import causes
-from stratagem.processes.group import ReplicaGroup, raise_first
+from stratagem.processes.group import ChildGroup
+from stratagem.processes.losses import raise_first
 
 
-def connect(group: ReplicaGroup, key: int, own: Link, started: contextlib.ExitStack | None) -> None:
+def connect(group: ChildGroup, key: int, own: Link, started: contextlib.ExitStack | None) -> None:
     """Connects replica 0 and the children, all at once.
 
     Args:
@@ -25,7 +25,7 @@ def connect(group: ReplicaGroup, key: int, own: Link, started: contextlib.ExitSt
         with contextlib.suppress(PeerAborted):  # then a child says why
             own.connect(path)
         group.collect()
-        raise_first(None, causes(group))
+        raise_first(None, group.failures(besides=PeerAborted))
         # Else it goes at once: a program that is killed must not leave it behind.
         if started is not None:
             started.push(folders.pop_all())

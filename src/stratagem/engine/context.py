@@ -5,7 +5,7 @@ Owns the stacks of open scopes and runs, and the public questions about them.
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
@@ -17,6 +17,28 @@ from stratagem.objects.per_replica import PerReplica
 
 if TYPE_CHECKING:
     from stratagem.engine.replica import Replica
+
+
+class HasParameters(Protocol):
+    """Where the tensors of an open strategy lie in this process."""
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """The parameters that still exist."""
+
+
+class OpenRuntime(Protocol):
+    """What this process has of an open strategy."""
+
+    @property
+    def copies(self) -> HasParameters:
+        """Where its tensors lie."""
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy, for objects that distribute what they make."""
+
+    def distributed(self) -> Iterable[Any]:
+        """The modules and other objects that have been given out."""
 
 
 @final
@@ -92,10 +114,9 @@ class _State(threading.local):
 
 state = _State()
 
-# The runtimes of all open strategies of this process, and of the runs that it is in, innermost last.
-open_runtimes: "list[Replica]" = []
+# What all open strategies have in this process, and the runs that it is in, innermost last.
+open_runtimes: list[OpenRuntime] = []
 current_runs: "list[Replica]" = []
-
 
 # Those who must be told before the main program reads what was made in a scope.
 readers: "weakref.WeakSet[Reader]" = weakref.WeakSet()

@@ -8,14 +8,15 @@ changes in them is found and passed on at the next run.
 import gc
 import itertools
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast, final
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast, final
 
 import torch
 
 from stratagem import _tree
 from stratagem.engine import child_calls
-from stratagem.engine.replica import Replica
+from stratagem.engine.recipe import Recipe
 from stratagem.errors import StrategyError
 from stratagem.objects import state_diff
 from stratagem.objects.tracking import Tracker
@@ -24,8 +25,58 @@ from stratagem.processes.registry import Registry
 from stratagem.variables.agreement import settings_of
 from stratagem.variables.slices import SplitUpdate, whole_state
 
-if TYPE_CHECKING:
-    from stratagem.engine.lockstep import LocalReplicas
+
+class Receivers(Protocol):
+    """Who distributed objects are given to."""
+
+    key: int  # by which children know the strategy
+
+    @abstractmethod
+    def ask_children(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Calls a function of the library in every child, and waits for all answers."""
+
+    @abstractmethod
+    def forget_functions(self) -> None:
+        """Sends functions anew the next time: something that they used is gone."""
+
+    @abstractmethod
+    def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str], settings: Sequence[str]) -> None:
+        """Lets tensors that are about to be distributed have the same values everywhere."""
+
+
+class Placing(Protocol):
+    """Decides where the main program's tensors lie."""
+
+    def place(self, named: Sequence[tuple[int, torch.Tensor]], labels: Mapping[int, str]) -> Sequence[Any]:
+        """Makes tensors ready to be given out; returns what children are sent."""
+
+    def add(self, placed: Any, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Takes tensors that have been given out."""
+
+    def forget_state(self) -> None:
+        """After a run that failed: children are told everything."""
+
+
+class MainSide(Protocol):
+    """What the main program itself does with distributed objects: as replica 0, or as the one that only looks on."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """What all replicas have in common."""
+
+    @property
+    def updates(self) -> Mapping[int, SplitUpdate]:
+        """Optimizers whose state is spread over the replicas, by name."""
+
+    @property
+    def copies(self) -> Placing:
+        """Where its tensors lie."""
+
+    def add_objects(self, objects: dict[int, Any]) -> None:
+        """Takes objects that have been given out."""
+
+    def drop(self, names: Sequence[int]) -> None:
+        """Lets go of what the program has dropped."""
 
 
 @final
@@ -36,7 +87,7 @@ class Distribution:
         replicas: Who they are given to.
     """
 
-    def __init__(self, replicas: "LocalReplicas") -> None:
+    def __init__(self, replicas: Receivers) -> None:
         self.registry = Registry(keeps=False)
         self.tracker = Tracker()
         self._replicas = weakref.proxy(replicas)
@@ -45,7 +96,7 @@ class Distribution:
         self._state: state_diff.Snapshot = {}
 
     @torch.inference_mode(mode=False)  # tensors that are placed now are trained later
-    def bring_up_to_date(self, own: Replica) -> None:
+    def bring_up_to_date(self, own: MainSide) -> None:
         """Distributes new objects, and the state of optimizers that the controller gave them."""
         dropped = self.registry.take_dropped()
         if dropped:
@@ -83,7 +134,7 @@ class Distribution:
         """Takes the state after a run, which is the same in all replicas, as the one to compare with."""
         self._state = state_diff.snapshot(self._controlled())
 
-    def forget_state(self, own: Replica) -> None:
+    def forget_state(self, own: MainSide) -> None:
         """After a run that failed replicas may be in different states: the next run sends everything."""
         self._state = state_diff.hooks_only(self._state)
         optimizers = {name for name, obj in self.registry.live().items() if isinstance(obj, torch.optim.Optimizer)}
@@ -114,7 +165,7 @@ class Distribution:
         else:
             raise StrategyError(f"a parameter of shape {tuple(obj.shape)} was {where}(its module)")
 
-    def _distribute(self, made: Sequence[Any], own: Replica) -> None:
+    def _distribute(self, made: Sequence[Any], own: MainSide) -> None:
         others = {next(self._names): each for each in made if not isinstance(each, torch.Tensor)}
         modules = [each for each in others.values() if isinstance(each, torch.nn.Module)]
         tensors: dict[int, torch.Tensor] = {id(each): each for each in made if isinstance(each, torch.Tensor)}

@@ -8,7 +8,8 @@ from stratagem.engine import child_calls
 from stratagem.engine.recipe import Recipe
 from stratagem.engine.strategy_in_replica import StrategyInReplica
 from stratagem.processes.children import Children
-from stratagem.processes.group import ReplicaGroup, raise_first
+from stratagem.processes.group import ChildGroup
+from stratagem.processes.losses import raise_first
 from stratagem.processes.region import Region
 
 
@@ -22,12 +23,12 @@ class Elsewhere(Protocol):
     def meet(self, name: str) -> dict[str, Any]:
         """What a collective is told so that it finds the others under a name that is new."""
 
-    def join(self, group: ReplicaGroup, key: int, recipe: Recipe, devices: Sequence[LogicalDevice]) -> None:
+    def join(self, group: ChildGroup, key: int, recipe: Recipe, devices: Sequence[LogicalDevice]) -> None:
         """Makes them replicas of the strategy."""
 
 
 def join(
-    group: ReplicaGroup,
+    group: ChildGroup,
     key: int,
     recipe: Recipe,
     devices: Sequence[LogicalDevice],

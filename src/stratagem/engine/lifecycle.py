@@ -1,56 +1,222 @@
-"""What the replicas of one strategy hold until they end, and how it is given back.
+"""The life of the processes of one strategy, from the first scope to the close.
 
-Nothing here leads to the strategy or to the program's objects: so a strategy that the program drops
-without closing it can go, and its children go with it.
+Owns what lockstep and queued processes have in common: the contract that strategies use, when a strategy
+can be used, and the ways in which it ends: closed, failed, dropped by the program, at the program's exit.
 """
 
+import atexit
 import contextlib
 import dataclasses
+import itertools
 import os
-from typing import final
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar, final
 
 import torch
 
-from stratagem.engine import child_calls
+from stratagem._caller import calling_line
+from stratagem.engine import backward, child_calls
+from stratagem.engine.distribution import Distribution, Receivers
 from stratagem.engine.machines import Alone, Workers
 from stratagem.engine.replica import Replica
+from stratagem.errors import StrategyError
 from stratagem.objects.tracking import Tracker
-from stratagem.processes.group import ReplicaGroup, raise_first
+from stratagem.processes.group import ChildGroup
+from stratagem.processes.losses import Fatal, raise_first
 from stratagem.processes.registry import Registry
 from stratagem.variables.slices import SplitUpdate, whole_state
 
+_keys = itertools.count(1)
+
+
+class Resources(ABC):
+    """What the processes of one strategy hold until they end, and how it is given back.
+
+    Nothing here leads to the strategy or to the program's objects: so a strategy that the program drops
+    without closing it can go, and its processes go with it.
+    """
+
+    @abstractmethod
+    def end(self) -> None:
+        """Ends the processes at once; distributed objects become plain ones."""
+
+    def bring_state_home(self) -> None:  # noqa: B027  # most have it at home
+        """Gives the program's objects the state that processes have."""
+
+
+class Driver(Receivers, ABC):
+    """Drives the processes of one strategy.
+
+    Args:
+        owner: The strategy, whose name errors show; it is not kept alive.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self.distribution = Distribution(self)
+        self.key = next(_keys)
+        self.closed_at: str | None = None
+        self._owner_ref = weakref.ref(owner)
+        self._name = type(owner).__name__
+        self._process = os.getpid()
+        self._started = contextlib.ExitStack()  # what lasts until the end
+        _open.add(self)
+        backward.install()
+
+    def _hold(self, resources: Resources) -> None:
+        """Takes what has to end, also if the program drops the strategy without closing it."""
+        self._resources = resources
+        self._ending = weakref.finalize(self, _end_dropped, resources, self._process)
+        self._ending.atexit = False  # `_close_all` is sooner
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy: alive in all that it does, and in results that wait to be fetched."""
+        return self._owner_ref()
+
+    @property
+    def is_home(self) -> bool:
+        """Whether this is the process that made the strategy, and not one that was forked from it."""
+        return os.getpid() == self._process
+
+    # What the strategy needs, besides what `distribution` does (`Receivers`)
+
+    @abstractmethod
+    def begin(self) -> object:
+        """Takes what the processes need and orders them, the first time; waits for nothing."""
+
+    @abstractmethod
+    def start(self) -> object:
+        """Waits for the processes, the first time: until then the program has built its model while torch loaded."""
+
+    @abstractmethod
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function of the program in the processes."""
+
+    @abstractmethod
+    def tell_others(self, error: BaseException) -> None:
+        """The program has failed: whoever waits for it, or whom it waits for, is told."""
+
+    def with_workers(self) -> contextlib.AbstractContextManager[None]:
+        """A block after whose failure other machines, if there are any, cannot go on."""
+        return contextlib.nullcontext()
+
+    # How it ends
+
+    def require_usable(self) -> None:
+        """Refuses use after the end, and in a process that was forked from the main program."""
+        if self.closed_at is not None:
+            raise StrategyError(f"{self._name} was closed at {self.closed_at}; make a new one")
+        if not self.is_home:
+            raise StrategyError(
+                f"{self._name} belongs to process {self._process} and cannot be used in {os.getpid()}, which was "
+                f"forked from it; use it in the main program only"
+            )
+
+    def close(self) -> None:
+        """Finishes what is under way and ends the processes; distributed objects become plain, with all their state."""
+        if self.closed_at is None and self.is_home:
+            try:
+                self._finish()
+            finally:
+                self.end()
+
+    def end(self, cause: BaseException | None = None) -> None:
+        """Ends the processes at once; nothing can be run any more."""
+        because = "" if cause is None else f" because {type(cause).__name__}: {cause}"
+        because = " by Ctrl-C" if isinstance(cause, KeyboardInterrupt) else because
+        self.closed_at = self.closed_at or calling_line() + because
+        _open.discard(self)
+        self._ending.detach()
+        self._give_up(cause)
+        if self.is_home:
+            self._resources.end()
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Does what is left to do before a close."""
+
+    @abstractmethod
+    def _give_up(self, cause: BaseException | None) -> None:
+        """Tells those who wait that nothing more will come."""
+
+    @contextlib.contextmanager
+    def _or_end(self) -> Iterator[None]:
+        """A block after whose failure the processes cannot go on."""
+        try:
+            yield
+        except Fatal as fatal:
+            self.end(fatal.error)
+            raise fatal.error from None
+        except BaseException as error:
+            self.end(error)
+            raise
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def weak_method(method: Callable[P, R]) -> Callable[P, R]:
+    """A method that does not keep its object alive, and is called only while that lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if (found := reference()) is None:
+            raise ReferenceError(f"the object of {method_name} is gone")
+        return found(*args, **kwargs)
+
+    method_name = method.__qualname__
+    return call
+
+
+def _end_dropped(resources: Resources, process: int) -> None:
+    if os.getpid() == process:
+        try:
+            resources.bring_state_home()
+        finally:
+            resources.end()
+
+
+_open: "weakref.WeakSet[Driver]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    error = getattr(sys, "last_value", None)  # what has ended the program, if anything
+    for driver in list(_open):
+        try:
+            if error is not None:
+                driver.tell_others(error)
+            driver.close()
+        except Exception as failure:  # of a step that nobody has looked at
+            sys.excepthook(type(failure), failure, failure.__traceback__)
+
 
 @final
-@dataclasses.dataclass(frozen=True)
-class Holdings:
-    """The children, the memory and the distributed objects of one strategy.
+@dataclasses.dataclass
+class ReplicaResources(Resources):
+    """The children, the memory and the distributed objects of replicas in lockstep.
 
     Args:
         key: By which the children know the strategy.
         group: The children.
-        runtime: Replica 0, once there is one.
         registry: The names of the distributed objects.
         tracker: What waits to be distributed.
         workers: Those of other machines.
         started: What else lasts until the end.
+        runtime: Replica 0, once there is one.
     """
 
     key: int
-    group: ReplicaGroup
-    runtime: Replica | None
+    group: ChildGroup
     registry: Registry
     tracker: Tracker
     workers: Workers | Alone
     started: contextlib.ExitStack
-    process: int = dataclasses.field(default_factory=os.getpid)
-
-    def close(self) -> None:
-        """Ends the children; distributed objects become plain ones, with all of their state."""
-        if os.getpid() == self.process:
-            try:
-                self.bring_state_home()
-            finally:
-                self.end()
+    runtime: Replica | None = None
 
     def bring_state_home(self) -> None:
         """Gives the program's optimizers the state that is spread over the replicas."""
@@ -68,7 +234,6 @@ class Holdings:
         optimizer.state.update(whole_state(optimizer, [update.state(), *chunks]))
 
     def end(self) -> None:
-        """Ends the children at once; distributed objects become plain ones."""
         self.group.stop()
         if self.runtime is not None:
             self.runtime.close()

@@ -5,51 +5,42 @@ to date, call the function everywhere, collect, and choose the error that is sho
 live is decided by `distribution`; strategies only choose how these parts are put together.
 """
 
-import atexit
 import contextlib
 import functools
-import itertools
-import os
-import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
 
 from stratagem import _tree
-from stratagem._caller import calling_line
 from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import PeerAborted, Signals
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
-from stratagem.engine import backward, child_calls, context
-from stratagem.engine.attending import Fatal, attend, causes
+from stratagem.engine import child_calls, context
 from stratagem.engine.connecting import connect
-from stratagem.engine.distribution import Distribution
 from stratagem.engine.joining import Elsewhere, join
-from stratagem.engine.lifecycle import Holdings
+from stratagem.engine.lifecycle import Driver, ReplicaResources
 from stratagem.engine.machines import Alone, Workers
 from stratagem.engine.nonfinite import NonFinite
 from stratagem.engine.random_numbers import RandomNumbers
 from stratagem.engine.recipe import Call, Recipe, Step
 from stratagem.engine.replica import Replica
 from stratagem.engine.stragglers import Stragglers
-from stratagem.errors import ReplicaError, StratagemError, StrategyError
+from stratagem.errors import ReplicaError
 from stratagem.objects import per_replica
 from stratagem.objects.functions import FunctionCache
 from stratagem.processes.affinity import seated
 from stratagem.processes.allocator import freed_memory_kept
-from stratagem.processes.group import ReplicaGroup, raise_first
+from stratagem.processes.group import ChildGroup, Member, PendingCall
 from stratagem.processes.interrupts import Interrupts
+from stratagem.processes.losses import Fatal, raise_first
 from stratagem.processes.region import Region
 from stratagem.variables import agreement
 
-_keys = itertools.count(1)
-
 
 @final
-class LocalReplicas:
+class LocalReplicas(Driver):
     """The replicas of one strategy on this machine.
 
     Args:
@@ -70,23 +61,18 @@ class LocalReplicas:
         workers: Workers | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
-        self.distribution = Distribution(self)
-        self.key = next(_keys)
-        self._owner_ref = weakref.ref(owner)
+        super().__init__(owner)
         self._devices = tuple(devices)
         self._recipe = recipe
         self._workers = workers or Alone()
         self._workers.fatal = Fatal
         self._elsewhere = elsewhere
-        self._group = ReplicaGroup(
-            len(devices) - 1,
-            registry=self.distribution.registry,
+        self._group = ChildGroup(
+            self.distribution.registry,
             stall_timeout_s=stall_timeout_s,
             children=elsewhere.children if elsewhere is not None else None,
         )
         self._functions = FunctionCache(self.distribution.registry.__contains__)
-        self._started = contextlib.ExitStack()
-        self._process = os.getpid()
         self._random_numbers = RandomNumbers(recipe.first, apart=recipe.num_machines > 1)
         self._stragglers = Stragglers()
         self._num_runs = 0
@@ -95,44 +81,36 @@ class LocalReplicas:
         self._nonfinite = NonFinite(recipe.on_nonfinite)
         self._unwanted: list[tuple[int, int]] = []
         self._join: tuple[Region, Region] | None = None  # what children are given, until they have it
-        self.closed_at: str | None = None
         self.runtime: Replica | None = None
-        self._ending = self._end_when_dropped()
-        _open.add(self)
+        registry, tracker = self.distribution.registry, self.distribution.tracker
+        self._held = ReplicaResources(self.key, self._group, registry, tracker, self._workers, self._started)
+        self._hold(self._held)
         if recipe.sync.every > 1:
             context.readers.add(self)
-        backward.install()
-
-    @property
-    def _owner(self) -> Any:
-        return self._owner_ref()  # alive in all that it does, and in results that wait to be fetched
 
     def begin(self) -> Replica:
-        """Takes what the replicas need and lets the fork server start, the first time; waits for nothing."""
         self.require_usable()
         if self.runtime is not None:
             return self.runtime
         size = len(self._devices)
-        self._started.enter_context(this_process().in_use(f"{type(self._owner).__name__}()"))
+        self._started.enter_context(this_process().in_use(f"{self._name}()"))
         if self._devices[0].memory_limit_bytes is None:
             self._started.enter_context(freed_memory_kept())
         meeting = Region.create(Signals.num_bytes(size))
         scratch = Region.create(SharedMemory.num_bytes(size))
         meet = self._elsewhere.meet if self._elsewhere is not None else None
-        self.runtime = Replica(0, self._recipe, meeting, scratch, self._owner, self._workers.between, meet)
+        self.runtime = Replica(0, self._recipe, meeting, scratch, self.strategy, self._workers.between, meet)
+        self._held.runtime = self.runtime
         self.runtime.signals.reset()
-        self.runtime.signals.attend = functools.partial(attend, self._group)
-        self.distribution.registry.add(0, self._owner)
+        self.runtime.signals.attend = self._group.watch
+        self.distribution.registry.add(0, self.strategy)
         self._join = meeting, scratch
-        self._ending.detach()
-        self._ending = self._end_when_dropped()
         if size > 1:
             with self._or_end():
-                self._group.begin()
+                self._group.begin(range(1, size))
         return self.runtime
 
     def start(self) -> Replica:
-        """Starts the children, the first time: until then the program has built its model while torch loaded."""
         own = self.begin()
         if self._join is None:
             return own
@@ -161,7 +139,7 @@ class LocalReplicas:
             with self.with_workers():
                 self._send(call, function, args, kwargs)
             # A child that fails before it has begun to run cannot end the waits of the others itself.
-            self._group.on_failure = functools.partial(self._abort, own)
+            self._group.on_failure = lambda *_: self._abort(own)
             try:
                 error, result = self._run_here(own, interrupts, call, function, args, kwargs)
                 if error is None:
@@ -172,7 +150,7 @@ class LocalReplicas:
                 answers = self._collect(interrupts)
             finally:
                 self._group.on_failure = _nothing
-            failures = causes(self._group)
+            failures = self._group.failures(besides=PeerAborted)
             if error is not None or failures or own.signals.aborted:
                 self._forget_results(answers)
                 self.forget_functions()
@@ -192,7 +170,7 @@ class LocalReplicas:
             self._stragglers.note([own.busy_s, *(answer.busy_s for answer in answers)], counts_here)
             results = [result, *(answer.result for answer in answers)]
             # A result that waits in its replica keeps the strategy; the notice that nobody wants it does not.
-            fetch = functools.partial(self._fetch, self._owner)
+            fetch = functools.partial(self._fetch, self.strategy)
             return per_replica.join_results(results, counts_here, fetch, self._unwanted.append)
         except BaseException:
             self._forget_results(answers)
@@ -221,13 +199,13 @@ class LocalReplicas:
             self._group.call_all(child_calls.agree, self.key)
             own.sync.agree()
             self._group.collect()
-            raise_first(None, causes(self._group))
+            raise_first(None, self._group.failures(besides=PeerAborted))
         self._num_alone = 0
         own.copies.note_state()
 
     def before_read(self, module: torch.nn.Module) -> None:
         """Lets replicas agree before the main program reads a module of theirs."""
-        if module in self.distribution.registry and os.getpid() == self._process:
+        if module in self.distribution.registry and self.is_home:
             self.agree()
 
     def _meet_machines(self, own: Replica, counts_here: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -247,7 +225,7 @@ class LocalReplicas:
 
     def tell_others(self, error: BaseException) -> None:
         """Tells other machines that this program cannot go on."""
-        if self.closed_at is None and os.getpid() == self._process:
+        if self.closed_at is None and self.is_home:
             self._workers.fail(error)
 
     def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str], settings: Sequence[str]) -> None:
@@ -277,19 +255,7 @@ class LocalReplicas:
             self._group.call_all(child_calls.publish_written, self.key)
             own.publish_written()
             self._group.collect()
-            raise_first(None, causes(self._group))
-
-    @contextlib.contextmanager
-    def _or_end(self) -> Iterator[None]:
-        """A block after whose failure the replicas cannot go on."""
-        try:
-            yield
-        except Fatal as fatal:
-            self.end(fatal.error)
-            raise fatal.error from None
-        except BaseException as error:
-            self.end(error)
-            raise
+            raise_first(None, self._group.failures(besides=PeerAborted))
 
     def _send(self, call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Sends every child its part of a run; what cannot be sent is an error before anything runs."""
@@ -309,7 +275,7 @@ class LocalReplicas:
                 self.distribution.reference_in_run,
             )
         except BaseException as error:
-            if any(each.busy for each in self._group.replicas):  # some have it, or a half of it
+            if any(each.calls for each in self._group.members.values()):  # some have it, or a half of it
                 self.end(error)
             self.forget_functions()
             if self.runtime is not None:
@@ -318,11 +284,9 @@ class LocalReplicas:
             raise
 
     def forget_functions(self) -> None:
-        """Sends functions anew the next time: something that they used is gone."""
         self._functions = FunctionCache(self.distribution.registry.__contains__)
 
     def ask_children(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Calls a function of the library in every child."""
         if len(self._devices) == 1:
             return []
         self._group.call_all(function, *arguments)
@@ -330,45 +294,13 @@ class LocalReplicas:
         raise_first(None, self._group.failures())
         return answers
 
-    def close(self) -> None:
-        """Ends the children; distributed objects become plain ones, with all of their state."""
-        if self.closed_at is None and os.getpid() == self._process:
-            try:
-                self.agree()
-                self._holdings().bring_state_home()
-            finally:
-                self.end()
+    def _finish(self) -> None:
+        self.agree()
+        self._held.bring_state_home()
 
-    def end(self, cause: BaseException | None = None) -> None:
-        """Ends the children at once; nothing can be run any more."""
-        because = f" because {type(cause).__name__}: {cause}" if isinstance(cause, StratagemError) else ""
-        self.closed_at = self.closed_at or calling_line() + because
-        _open.discard(self)
+    def _give_up(self, cause: BaseException | None) -> None:
         if cause is not None:
             self._workers.fail(cause)
-        self._ending.detach()
-        self._holdings().end()
-
-    def _end_when_dropped(self) -> "weakref.finalize[..., Any]":
-        """Lets the children end, as far as they are there by now, when the program has dropped the strategy."""
-        ending = weakref.finalize(self, self._holdings().close)
-        ending.atexit = False  # `_close_all` is sooner
-        return ending
-
-    def _holdings(self) -> Holdings:
-        registry, tracker = self.distribution.registry, self.distribution.tracker
-        return Holdings(self.key, self._group, self.runtime, registry, tracker, self._workers, self._started)
-
-    def require_usable(self) -> None:
-        """Refuses use after the end, and in a process that was forked from the controller."""
-        name = type(self._owner).__name__
-        if self.closed_at is not None:
-            raise StrategyError(f"{name} was closed at {self.closed_at}; make a new one")
-        if os.getpid() != self._process:
-            raise StrategyError(
-                f"{name} belongs to process {self._process} and cannot be used in {os.getpid()}, which was forked "
-                f"from it; use it in the main program only"
-            )
 
     def _connect(self, own: Replica) -> None:
         """Connects the replicas, where they do not share all memory and are not connected yet."""
@@ -421,23 +353,11 @@ class LocalReplicas:
         """Brings a result from its replica; its `owner` only has to live as long as that may be asked for."""
         self.require_usable()
         try:
-            return self._group.ask(self._group.replicas[rank - 1], child_calls.fetch, number)
+            return self._group.ask(rank, child_calls.fetch, number)
         except (KeyboardInterrupt, ReplicaError) as error:
             self.end(error)
             raise
 
 
-def _nothing() -> None:
+def _nothing(_: Member, __: PendingCall) -> None:
     """Outside runs nobody waits for a child but the one who asked it."""
-
-
-_open: "weakref.WeakSet[LocalReplicas]" = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    error = getattr(sys, "last_value", None)  # what has ended the program, if anything
-    for replicas in list(_open):
-        if error is not None:
-            replicas.tell_others(error)
-        replicas.close()

@@ -75,10 +75,10 @@ class Children(Protocol):
     """Where the children of one group come from."""
 
     def begin(self, count: int) -> None:
-        """Asks for so many, without waiting for them."""
+        """Asks for so many more, without waiting for them."""
 
     def start(self, registry: Registry, timeout_s: float) -> Iterator[tuple[Process, Channel]]:
-        """Waits for each of them.
+        """Waits for each of those that were asked for and have not been waited for.
 
         Args:
             registry: The names of distributed objects, on their way.

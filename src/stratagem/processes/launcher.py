@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import final
 
 from stratagem import _integrations
-from stratagem.devices.device import mib
 from stratagem.devices.host import Host
 from stratagem.errors import ReplicaError
+from stratagem.processes import losses
 from stratagem.processes.pipe import Wire
 from stratagem.processes.registry import Registry
 
@@ -50,7 +50,7 @@ class ForkedChildren:
 
     def begin(self, count: int) -> None:
         self._num_oom_kills = self._host.num_oom_kills()
-        self._server = acquire()
+        self._server = self._server or acquire()
         for _ in range(count):
             self._orders.append(self._server.order())
 
@@ -114,7 +114,10 @@ class ForkedProcess:
 
     def how_it_ended(self, timeout_s: float) -> tuple[str, str]:
         status = self._server.status_of(self.pid, timeout_s)
-        return describe_status(status), self._oom_hint(status)
+        hint = losses.out_of_memory(
+            status, self._num_oom_kills, self._host.num_oom_kills(), self._host.total_memory_bytes()
+        )
+        return losses.describe_status(status), hint
 
     def show_stack(self) -> None:
         self._signal(signal.SIGUSR2)
@@ -125,17 +128,6 @@ class ForkedProcess:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
-
-    def _oom_hint(self, status: int | None) -> str:
-        if status is None or not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
-            return ""
-        before, now = self._num_oom_kills, self._host.num_oom_kills()
-        if now > before:
-            return (
-                f"; probably out of memory: cgroup oom_kill rose from {before} to {now}, "
-                f"limit {mib(self._host.total_memory_bytes())}"
-            )
-        return "; if nobody killed it, it was probably out of memory (`dmesg` tells)"
 
 
 @final
@@ -266,16 +258,3 @@ def release() -> None:
     if not server.num_users:
         del _servers[os.getpid()]
         server.stop()
-
-
-def describe_status(status: int | None) -> str:
-    """How a process ended, in words."""
-    if status is None:
-        return "ended"
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        try:
-            return f"was killed by {signal.Signals(number).name}"
-        except ValueError:
-            return f"was killed by signal {number}"
-    return f"ended with code {os.waitstatus_to_exitcode(status)}"

@@ -5,12 +5,13 @@ from typing import final
 
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
+from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.recipe import Recipe
 from stratagem.strategies.replicated import Replicated, choose_devices, choose_exchange, driven_here, summed
 
 
 @final
-class CentralStorageStrategy(Replicated):
+class CentralStorageStrategy(Replicated[LocalReplicas]):
     """Keeps every variable once, and updates it once.
 
     Replicas that compute on the CPU see the variables in memory that they share: with any number of

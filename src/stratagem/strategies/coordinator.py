@@ -4,12 +4,12 @@ import functools
 import inspect
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 from stratagem import _tree
-from stratagem.engine import child_calls, context
+from stratagem.engine import context
+from stratagem.engine.queued import worker_calls
 from stratagem.engine.queued.step import Step
 from stratagem.engine.queued.workers import ParameterWorkers
 from stratagem.errors import StepCancelledError, StrategyError
@@ -206,7 +206,7 @@ class ClusterCoordinator:
         workers, key = self._workers, next(_keys)
         workers.prepare()
         given = key, dataset_fn, workers.key
-        numbers = list(workers.crew.workers)
+        numbers = list(workers.scheduler.group.members)
         steps = [workers.new_step(make_source, (len(numbers), *given), {}, worker=number) for number in numbers]
         workers.given.append((note_source, given))
         try:
@@ -221,8 +221,8 @@ class ClusterCoordinator:
 
     def _submit(self, step: Step) -> None:
         with self._workers.attending():
-            self._workers.crew.submit(step)
-            self._workers.crew.attend(0.0)
+            self._workers.scheduler.submit(step)
+            self._workers.scheduler.poll(0.0)
 
     def _look(self) -> None:
         """Raises the first failure among what was scheduled, when all that was begun is done."""
@@ -247,11 +247,11 @@ class ClusterCoordinator:
 
     def _cancel(self) -> None:
         """Takes steps back that no worker has."""
-        crew = self._workers.crew
-        begun = {step for worker in crew.workers.values() for _, step in worker.steps}
-        for step in self._under_way - begun:
-            step.finish(error=StepCancelledError("not run: a function that was scheduled before has failed"))
-        crew.queue = deque(step for step in crew.queue if not step.is_done)
+        scheduler = self._workers.scheduler
+        scheduler.cancel(
+            self._under_way - scheduler.under_way(),
+            lambda: StepCancelledError("not run: a function that was scheduled before has failed"),
+        )
 
 
 def _take_in(coordinator: "weakref.ref[ClusterCoordinator]", step: Step) -> None:
@@ -273,7 +273,7 @@ _passes: dict[tuple[int, int], Iterator[Any]] = {}
 
 def make_source(num_workers: int, key: int, dataset_fn: Callable[..., Any], strategy: int) -> None:
     """Makes a worker's own data."""
-    number = child_calls.runtime_of(strategy).worker  # type: ignore[attr-defined]  # it is one of a parameter server
+    number = worker_calls.number_of(strategy)
     wants_context = any(
         each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
         for each in inspect.signature(dataset_fn).parameters.values()

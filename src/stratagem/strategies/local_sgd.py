@@ -8,6 +8,7 @@ from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
 from stratagem.engine import context
 from stratagem.engine.joining_machines import join_workers, note_member, require_resolver
+from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.recipe import Exchange, Recipe
 from stratagem.engine.sync import AverageWeights, OuterOptimizer
 from stratagem.errors import StrategyError
@@ -15,7 +16,7 @@ from stratagem.strategies.replicated import Replicated, driven_here
 
 
 @final
-class LocalSGDStrategy(Replicated):
+class LocalSGDStrategy(Replicated[LocalReplicas]):
     """Lets every replica train alone, and brings their weights together every `sync_every` steps.
 
     A step is a call of `run` in which an optimizer steps. Between two synchronisations no tensor travels. At one,

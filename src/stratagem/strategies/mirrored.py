@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from typing import final
 
 from stratagem.devices.lookup import DeviceLike
+from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.recipe import Recipe
 from stratagem.strategies.replicated import Replicated, choose_devices, choose_exchange, driven_here, summed
 
 
 @final
-class MirroredStrategy(Replicated):
+class MirroredStrategy(Replicated[LocalReplicas]):
     """Keeps an equal copy of every variable on each local device.
 
     Replica i receives slice i of the global batch. No copy changes until gradients from all

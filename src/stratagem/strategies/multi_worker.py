@@ -13,6 +13,7 @@ from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
 from stratagem.engine import context
 from stratagem.engine.joining_machines import join_workers, note_member, require_resolver
+from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.ray.ray_workers import RayWorkers
 from stratagem.engine.recipe import Exchange, Recipe
 from stratagem.errors import StrategyError
@@ -20,7 +21,7 @@ from stratagem.strategies.replicated import Replicated, choose_exchange, driven_
 
 
 @final
-class MultiWorkerMirroredStrategy(Replicated):
+class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
     """Keeps an equal copy of every variable on each device of every worker.
 
     Every worker runs the same program and drives the replicas of its own machine. Gradients are summed

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast, final
+from typing import Any, final
 
 from stratagem import _tree
 from stratagem._checks import require_seconds
@@ -12,6 +12,7 @@ from stratagem.devices.device import LogicalDevice
 from stratagem.devices.division import split_cores
 from stratagem.devices.inventory import this_process
 from stratagem.engine import context
+from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.queued.pending_results import is_pending, mapped, pending
 from stratagem.engine.queued.worker import WorkerSettings
 from stratagem.engine.queued.workers import ParameterWorkers
@@ -29,7 +30,7 @@ from stratagem.strategies.replicated import Replicated, choose_exchange, driven_
 
 
 @final
-class ParameterServerStrategy(Replicated):
+class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
     """Keeps variables in memory that workers share; each worker updates them as soon as it has gradients.
 
     `run` gives a step to a free worker and returns at once; what it returns waits when it is read. So one
@@ -112,7 +113,7 @@ class ParameterServerStrategy(Replicated):
         # With all gradients of each step, workers are replicas that agree after every step: what is made for that is
         # equal to one device to the last bit, and faster than pushes that wait for each other.
         self._is_lockstep = isinstance(chosen, Synchronous) and not chosen.backup_workers
-        new_replicas: Any
+        new_replicas: Callable[[Any], LocalReplicas | ParameterWorkers]
         if self._is_lockstep:
             recipe = dataclasses.replace(recipe, exchange=choose_exchange("auto", devices))
             new_replicas = driven_here(devices, recipe, stall_timeout_s)
@@ -132,13 +133,12 @@ class ParameterServerStrategy(Replicated):
     @property
     def workers(self) -> ParameterWorkers:
         """Those who push by themselves, for parts of the library that give them steps."""
-        workers: Any = self._replicas
-        if self._is_lockstep:
+        if isinstance(self._replicas, LocalReplicas):
             raise StrategyError(
                 "with Synchronous() all workers are in the same step, so that none can be given one of its own; "
                 "use Async() or BoundedStaleness(k)"
             )
-        return cast(ParameterWorkers, workers)
+        return self._replicas
 
     def reduce(self, op: str, value: Any, *, weighted: bool = True) -> Any:
         """One value of the values of a step; of one under way, a value that waits when it is read."""

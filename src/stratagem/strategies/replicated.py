@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from stratagem import _tree
 from stratagem._caller import warn_caller
@@ -18,6 +18,7 @@ from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
 from stratagem.engine import context
+from stratagem.engine.lifecycle import Driver
 from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.machines import Workers
 from stratagem.engine.recipe import Exchange, Recipe
@@ -27,8 +28,10 @@ from stratagem.objects.per_replica import PerReplica
 from stratagem.processes.region import hidden_pages
 from stratagem.strategies.strategy import Strategy, require_call
 
+D = TypeVar("D", bound=Driver)
 
-class Replicated(Strategy):
+
+class Replicated(Strategy, Generic[D]):
     """A strategy with replicas on the devices of this machine.
 
     Args:
@@ -38,10 +41,7 @@ class Replicated(Strategy):
     """
 
     def __init__(
-        self,
-        devices: Sequence[LogicalDevice],
-        new_replicas: Callable[[Any], LocalReplicas],
-        workers: Workers | None = None,
+        self, devices: Sequence[LogicalDevice], new_replicas: Callable[[Any], D], workers: Workers | None = None
     ) -> None:
         self._devices = tuple(devices)
         self._workers = workers
@@ -82,7 +82,7 @@ class Replicated(Strategy):
         return self._together(self._workers.is_any, has_data) if self._workers else has_data
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator["Replicated"]:
+    def scope(self) -> Iterator["Replicated[D]"]:
         """What is made inside is distributed; the first time, the replicas are started."""
         with self._in_scope():
             self._replicas.begin()

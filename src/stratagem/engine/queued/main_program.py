@@ -4,8 +4,8 @@ Offers `distribution` what it needs of a replica. The main program computes noth
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast, final
 
 import torch
 
@@ -18,66 +18,44 @@ from stratagem.errors import StrategyError
 from stratagem.parameters.local.gradient_slots import GradientSlots
 from stratagem.parameters.local.shared_variables import Held, LocalVariables, SharedMemoryOfShards
 from stratagem.parameters.local.slot_memory import StateMemory, layout_of, make_memory
-
-if TYPE_CHECKING:
-    from stratagem.engine.queued.workers import ParameterWorkers
+from stratagem.processes.registry import Registry
+from stratagem.variables.slices import SplitUpdate
 
 _OVERRIDDEN = ("step", "state_dict", "load_state_dict")
 
 
+class Updaters(Protocol):
+    """The workers, as far as the main program needs them."""
+
+    @property
+    def key(self) -> int:
+        """By which they know the strategy."""
+
+    @property
+    def strategy(self) -> Any:
+        """Whose workers they are."""
+
+    def settle(self) -> None:
+        """Waits for all steps that they have."""
+
+    def ask_children(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Calls a function of the library in each, and waits."""
+
+
 @final
-class MainProgram:
-    """Variables and optimizers, as the main program has them.
+class PlacedVariables:
+    """Where variables lie that workers update: once, in memory that all processes share.
 
     Args:
         memory: What all processes share.
-        distribution: What was made in scopes.
-        workers: Those who update; not kept alive.
-        num_slots: For how many workers gradients are collected; 0 if each applies its own.
+        registry: The names of distributed objects.
     """
 
-    def __init__(
-        self, memory: SharedMemoryOfShards, distribution: Distribution, workers: "ParameterWorkers", *, num_slots: int
-    ) -> None:
+    def __init__(self, memory: SharedMemoryOfShards, registry: Registry) -> None:
         self.variables = LocalVariables(memory)
-        self.recipe = Recipe(1, kept_on="cpu")
-        self.copies = self  # what `distribution` asks of copies is here as well
-        self.updates: dict[int, Any] = {}
         self.placed: list[Held] = []
-        self._registry, self._tracker = distribution.registry, distribution.tracker
-        self._workers = workers
-        self._num_slots = num_slots
-        self._states: dict[int, tuple[StateMemory, GradientSlots | None]] = {}
-        self._signatures: dict[int, Any] = {}
-        context.open_runtimes.append(cast(Any, self))
-
-    def close(self) -> None:
-        """Makes objects plain again, with all their state, when no worker is there; tensors keep their memory."""
-        if self in cast(list[Any], context.open_runtimes):
-            context.open_runtimes.remove(cast(Any, self))
-        self.repair()
-        for name, obj in self._registry.live().items():
-            if isinstance(obj, torch.optim.Optimizer):
-                if name in self._states:
-                    self.bring_home(name, obj)
-                for overridden in _OVERRIDDEN:
-                    obj.__dict__.pop(overridden, None)
-
-    def repair(self) -> None:
-        """Undoes what workers that were ended had begun."""
-        with self.variables.journal.writing(range(self.variables.memory.num_shards)):
-            pass
-
-    def mourn(self, worker: int) -> tuple[int, int]:
-        """Puts right what a lost worker left; which call it was in, and how many pushes of that it had made."""
-        board = self.variables.board
-        with self.variables.journal.writing(range(self.variables.memory.num_shards)):
-            board.pushing[worker] = board.committed[worker]
-        board.num_writes += 1  # its last push may be there and not be counted as one: all look for it
-        board.in_flight[worker] = 0
-        return int(board.call[worker]), int(board.committed[worker] - board.call_start[worker])
-
-    # What `distribution` asks
+        self.pending: Sequence[Any] = ()  # what is about to be distributed
+        self._registry = registry
 
     def place(self, named: Sequence[tuple[int, torch.Tensor]], labels: Mapping[int, str]) -> list[Held]:
         for _, tensor in named:
@@ -86,7 +64,7 @@ class MainProgram:
                     f"workers of a parameter server compute on the CPU, {labels.get(id(tensor), 'a tensor')!r} is on "
                     f"{tensor.device}; make it there"
                 )
-        made = [*self._pending, *self._registry.live().values()]
+        made = [*self.pending, *self._registry.live().values()]
         tables = {
             id(each.weight)
             for obj in made
@@ -101,16 +79,8 @@ class MainProgram:
     def add(self, placed: Held, tensors: Mapping[int, torch.Tensor]) -> None:
         self.variables.add(placed)
 
-    def add_objects(self, objects: dict[int, Any]) -> None:
-        for obj in objects.values():
-            if isinstance(obj, torch.nn.Module):
-                obj.register_state_dict_pre_hook(_settle)  # type: ignore[no-untyped-call]
-
     def drop(self, names: Sequence[int]) -> None:
-        for name in names:
-            self._signatures.pop(name, None)
-            if name in self._states:
-                self.variables.journal.drop(self._states.pop(name)[0].targets)
+        """Lets go of variables that the program has dropped."""
         self.variables.drop(names)
         self.placed = [held for held in self.placed if held in self.variables.held]
 
@@ -126,6 +96,78 @@ class MainProgram:
             if isinstance(tensor, torch.nn.Parameter)
         ]
 
+
+@final
+class MainProgram:
+    """Variables and optimizers, as the main program has them.
+
+    Args:
+        memory: What all processes share.
+        distribution: What was made in scopes.
+        workers: Those who update; not kept alive.
+        num_slots: For how many workers gradients are collected; 0 if each applies its own.
+    """
+
+    def __init__(
+        self, memory: SharedMemoryOfShards, distribution: Distribution, workers: Updaters, *, num_slots: int
+    ) -> None:
+        self.copies = PlacedVariables(memory, distribution.registry)
+        self.variables = self.copies.variables
+        self.recipe = Recipe(1, kept_on="cpu")
+        self.updates: dict[int, SplitUpdate] = {}  # none: workers have them
+        self._registry, self._tracker = distribution.registry, distribution.tracker
+        self._workers_ref = weakref.ref(workers)
+        self._num_slots = num_slots
+        self._states: dict[int, tuple[StateMemory, GradientSlots | None]] = {}
+        self._signatures: dict[int, Any] = {}
+        context.open_runtimes.append(self)
+
+    @property
+    def _workers(self) -> Updaters:
+        if (workers := self._workers_ref()) is None:
+            raise ReferenceError("the strategy of these variables is gone")
+        return workers
+
+    def close(self) -> None:
+        """Makes objects plain again, with all their state, when no worker is there; tensors keep their memory."""
+        if self in context.open_runtimes:
+            context.open_runtimes.remove(self)
+        self.repair()
+        for name, obj in self._registry.live().items():
+            if isinstance(obj, torch.optim.Optimizer):
+                if name in self._states:
+                    self.bring_home(name, obj)
+                for overridden in _OVERRIDDEN:
+                    obj.__dict__.pop(overridden, None)
+
+    def repair(self) -> None:
+        """Undoes what workers that were ended had begun."""
+        with self.variables.journal.writing(range(self.variables.memory.num_shards)):
+            pass
+
+    def recover(self, worker: int) -> tuple[int, int]:
+        """Puts right what a lost worker left; which call it was in, and how many pushes of that it had made."""
+        board = self.variables.board
+        with self.variables.journal.writing(range(self.variables.memory.num_shards)):
+            board.pushing[worker] = board.committed[worker]
+        board.num_writes += 1  # its last push may be there and not be counted as one: all look for it
+        board.in_flight[worker] = 0
+        return int(board.call[worker]), int(board.committed[worker] - board.call_start[worker])
+
+    # What `distribution` asks
+
+    def add_objects(self, objects: dict[int, Any]) -> None:
+        for obj in objects.values():
+            if isinstance(obj, torch.nn.Module):
+                obj.register_state_dict_pre_hook(_settle)  # type: ignore[no-untyped-call]
+
+    def drop(self, names: Sequence[int]) -> None:
+        for name in names:
+            self._signatures.pop(name, None)
+            if name in self._states:
+                self.variables.journal.drop(self._states.pop(name)[0].targets)
+        self.copies.drop(names)
+
     def distributed(self) -> list[Any]:
         """The modules and other objects that have been given out."""
         return list(self._registry.live().values())
@@ -137,19 +179,17 @@ class MainProgram:
 
     def note_pending(self) -> None:
         """Looks at what is about to be distributed."""
-        self._pending = self._tracker.pending()
-        if any(isinstance(obj, torch.optim.LBFGS) for obj in self._pending):
+        pending = self.copies.pending = self._tracker.pending()
+        if any(isinstance(obj, torch.optim.LBFGS) for obj in pending):
             raise StrategyError(
                 "LBFGS computes the loss many times in one step, which no push can; use another optimizer"
             )
-        for obj in self._pending:
+        for obj in pending:
             if isinstance(obj, torch.nn.Embedding | torch.nn.EmbeddingBag) and obj.sparse and obj.max_norm is not None:
                 raise StrategyError(
                     f"a table with sparse=True is not copied to workers, and max_norm={obj.max_norm} would change it "
                     f"while others read it; leave out one of the two"
                 )
-
-    _pending: Sequence[Any] = ()
 
     # Optimizers
 
@@ -160,7 +200,7 @@ class MainProgram:
 
     def bring_up_to_date(self) -> None:
         """Gives optimizers that are new, or have other parameters or options, memory for their state."""
-        self._pending = ()
+        self.copies.pending = ()
         for name, obj in self._registry.live().items():
             if isinstance(obj, torch.optim.Optimizer):
                 signature = [
@@ -253,13 +293,13 @@ _CHANGING = frozenset({"params", "lr", "initial_lr"})  # which make no differenc
 
 def settle_all() -> None:
     """Waits for the steps under way of all parameter servers of this program, before it reads variables directly."""
-    for runtime in cast(list[Any], context.open_runtimes):
+    for runtime in context.open_runtimes:
         if isinstance(runtime, MainProgram):
             runtime._workers.settle()
 
 
 def _settle(module: torch.nn.Module, *_: Any) -> None:
     """Before the state of a module is taken, steps that change it are done."""
-    for runtime in cast(list[Any], context.open_runtimes):
+    for runtime in context.open_runtimes:
         if isinstance(runtime, MainProgram) and module in runtime._registry:
             runtime._workers.settle()

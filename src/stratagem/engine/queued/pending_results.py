@@ -5,17 +5,15 @@ A program that reads each loss only now and then keeps all workers busy: nothing
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 import torch
 
 from stratagem import _tree
+from stratagem.engine.queued.step import Step
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
-
-if TYPE_CHECKING:
-    from stratagem.engine.queued.step import Step
 
 _DEEPEST = 50  # sums of results that wait for each other; longer ones are computed on the way
 
@@ -39,7 +37,7 @@ class Pending:
     def __init__(
         self,
         make: Callable[[], Any],
-        steps: "Sequence[Step]",
+        steps: Sequence[Step],
         *,
         gives_parts: bool = False,
         num_parts: int | None = None,

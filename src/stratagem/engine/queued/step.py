@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any, final
 
-from stratagem.errors import ReplicaError
-from stratagem.processes.group import Failure
+from stratagem.processes.group import PendingCall
+from stratagem.processes.losses import Failure, error_of
 
 
 @final
-class Step:
-    """One call of a function in a worker.
+class Step(PendingCall):
+    """A step of the program in a worker, or a call of the library's own.
 
     Args:
         function: What is called.
@@ -32,12 +32,10 @@ class Step:
         is_own: bool = False,
         run_number: int = 0,
     ) -> None:
+        super().__init__()
         self.function, self.args, self.kwargs, self.told, self.worker = function, args, kwargs, told, worker
-        self.is_own, self.run_number, self.done_by = is_own, run_number, 0
-        self.is_done = False
+        self.is_own, self.run_number = is_own, run_number
         self.is_sent = False
-        self.answer: Any = None
-        self.failure: Failure | None = None
         self.error: BaseException | None = None
         self.is_reported = False
         self.num_pushed = 0
@@ -45,7 +43,8 @@ class Step:
         self.when_done: Callable[[Step], object] = lambda _: None
 
     def finish(self, answer: Any = None, failure: Failure | None = None, error: BaseException | None = None) -> None:
-        self.answer, self.failure, self.error, self.is_done = answer, failure, error, True
+        super().finish(answer, failure)
+        self.error = error
         self.args, self.kwargs, self.function = (), {}, None  # it may be kept long; what it was given need not be
         self.when_done(self)
 
@@ -59,8 +58,6 @@ class Step:
         if self.error is not None:
             raise self.error
         if self.failure is not None:
-            error, line, text = self.failure
-            raised = error if error is not None else ReplicaError(f"a worker raised {line}")
-            self.failure, self.error = None, raised
-            raised.add_note(f"raised in a worker:\n{text}")
-            raise raised
+            error = error_of(self.failure, "a worker")
+            self.failure, self.error = None, error
+            raise error

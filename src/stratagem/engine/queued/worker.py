@@ -19,7 +19,6 @@ from stratagem import _torch, _tree
 from stratagem.collectives.one_replica import OneReplica
 from stratagem.engine import context
 from stratagem.engine.context import ReplicaContext
-from stratagem.engine.recipe import Recipe
 from stratagem.engine.strategy_in_replica import StrategyInReplica
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica, state_diff
@@ -87,6 +86,31 @@ class Answer(NamedTuple):
 
 
 @final
+class WorkerCopies:
+    """A worker's copies of the variables, and what its steps write to in them.
+
+    Args:
+        memory: The variables.
+        torn_reads: Whether it computes with values that others may be changing.
+    """
+
+    def __init__(self, memory: SharedMemoryOfShards, *, torn_reads: bool) -> None:
+        self.variables = LocalVariables(memory, torn_reads=torn_reads)
+        self.writes = OwnWrites()
+        self._torn_reads = torn_reads
+
+    def build(self, held: Held) -> dict[int, torch.Tensor]:
+        """This worker's tensors of what was distributed, by name."""
+        return self.variables.build(held)
+
+    def add(self, held: Held, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Takes tensors that it has built."""
+        self.variables.add(held)
+        if held.kind == TRAINED and not self._torn_reads:
+            self.writes.add(tensors)
+
+
+@final
 class WorkerRuntime:
     """One worker.
 
@@ -102,14 +126,12 @@ class WorkerRuntime:
     ) -> None:
         self.worker = worker
         self.shared_settings = settings
-        self.recipe = Recipe(1, kept_on="cpu")
-        self.variables = LocalVariables(memory, torn_reads=settings.torn_reads)
-        self.copies = self  # what `in_child` asks of copies is here as well
+        self.copies = WorkerCopies(memory, torn_reads=settings.torn_reads)
+        self.variables, self._writes = self.copies.variables, self.copies.writes
         self.updates: dict[int, Any] = {}
         self._strategy = strategy
         self._board = memory.board
         self._given: list[weakref.ref[Any]] = []
-        self._writes = OwnWrites()
         self._pulled_at = 0.0
         self._to_skip = 0
         self._round: Round | None = None
@@ -125,14 +147,6 @@ class WorkerRuntime:
         )
 
     # Distributed objects
-
-    def build(self, held: Held) -> dict[int, torch.Tensor]:
-        return self.variables.build(held)
-
-    def add(self, held: Held, tensors: Mapping[int, torch.Tensor]) -> None:
-        self.variables.add(held)
-        if held.kind == TRAINED and not self.shared_settings.torn_reads:
-            self._writes.add(tensors)
 
     def add_objects(self, objects: dict[int, Any]) -> None:
         self._num_early_steps = _NUM_EARLY_STEPS
@@ -186,7 +200,9 @@ class WorkerRuntime:
 
     # A step
 
-    def execute(self, call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def execute(
+        self, call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Answer:
         """Calls the user's function as this worker."""
         board, worker = self._board, self.worker
         board.call_start[worker] = board.committed[worker]

@@ -1,7 +1,7 @@
 """What the main program calls in a worker: join a strategy, take an optimizer's state, run a step."""
 
 import os
-from typing import Any, cast
+from typing import Any
 
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.serving import serve_for_life
@@ -31,23 +31,30 @@ def join(
     keep_freed_memory()
     serve_for_life(device)
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    child_calls.enter(key, cast(Any, WorkerRuntime(worker, settings, memory, strategy)))
+    _workers[key] = WorkerRuntime(worker, settings, memory, strategy)
+    child_calls.enter(key, _workers[key])
+
+
+def number_of(key: int) -> int:
+    """Which worker of a strategy this child is."""
+    return _workers[key].worker
 
 
 def take_state(key: int, name: int, memory: StateMemory, slots: GradientSlots | None) -> None:
     """Takes the shared state of an optimizer."""
-    cast(Any, child_calls.runtime_of(key)).take_state(name, memory, slots)
+    _workers[key].take_state(name, memory, slots)
 
 
 def run(key: int, call: Call, prepared: tuple[int, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
     """Runs a step."""
-    runtime: Any = child_calls.runtime_of(key)
+    worker = _workers[key]
     function = _functions.take(prepared)
     state_diff.apply(call.changes, this_child().registry.resolve)  # type: ignore[union-attr]
     if call.seed is not None:
-        child_calls.seed_everything(seed_of(call.seed, runtime.worker))
+        child_calls.seed_everything(seed_of(call.seed, worker.worker))
     with state_diff.surrounded_by(state_diff.restored(call.surroundings)):
-        return cast(Answer, runtime.execute(call, function, args, kwargs))
+        return worker.execute(call, function, args, kwargs)
 
 
 _functions = ReceivedFunctions()
+_workers: dict[int, WorkerRuntime] = {}

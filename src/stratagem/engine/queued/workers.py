@@ -1,49 +1,44 @@
 """Drives the workers of a parameter server on this machine: what they are given, and the course of a step.
 
-Offers the strategy the same as `local_replicas`. Variables lie in shared memory, where workers update
+Variables lie in shared memory, where workers update
 them; the main program's tensors are views of the same memory.
 """
 
-import atexit
 import contextlib
+import dataclasses
 import functools
-import itertools
-import os
-import sys
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, cast, final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from stratagem._caller import calling_line
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
-from stratagem.engine import backward, context
-from stratagem.engine.distribution import Distribution
+from stratagem.engine import child_calls, context
+from stratagem.engine.lifecycle import Driver, Resources, weak_method
 from stratagem.engine.nonfinite import NonFinite
 from stratagem.engine.queued import worker_calls
-from stratagem.engine.queued.crew import Crew, Worker
-from stratagem.engine.queued.introduction import introduce, tell
 from stratagem.engine.queued.main_program import MainProgram
 from stratagem.engine.queued.pending_results import Pending, joined
-from stratagem.engine.queued.shared_steps import run_round
+from stratagem.engine.queued.scheduler import Message, Scheduler, WorkerRecord
 from stratagem.engine.queued.step import Step
 from stratagem.engine.queued.worker import Answer, Call, WorkerSettings
 from stratagem.engine.random_numbers import RandomNumbers
 from stratagem.engine.strategy_in_replica import StrategyInReplica
 from stratagem.errors import StratagemError, StrategyError
 from stratagem.objects import per_replica, state_diff
+from stratagem.objects.tracking import Tracker
 from stratagem.parameters.consistency import Synchronous
-from stratagem.parameters.local.gradient_slots import Round
+from stratagem.parameters.local.gradient_slots import PER_RUN, Round
 from stratagem.parameters.local.shared_variables import SharedMemoryOfShards
-
-_keys = itertools.count(1_000_000)  # apart from those of other strategies, whose children these never are
+from stratagem.processes.group import Member
+from stratagem.processes.losses import SLICE_S, Replace
 
 
 @final
-class ParameterWorkers:
+class ParameterWorkers(Driver):
     """The workers of one strategy, and the variables that they share.
 
     Args:
@@ -66,16 +61,11 @@ class ParameterWorkers:
         max_restarts: int,
         restart_window_s: float,
     ) -> None:
-        self.distribution = Distribution(cast(Any, self))
-        self.key = next(_keys)
-        self.closed_at: str | None = None
+        super().__init__(owner)
         self.main: MainProgram | None = None
-        self._owner_ref = weakref.ref(owner)
-        self._name = type(owner).__name__
         self._devices = list(devices)
         self._num_shards = num_shards
         self._settings = settings
-        self._process = os.getpid()
         self._random_numbers = RandomNumbers(0, apart=False)
         self._nonfinite = NonFinite(settings.on_nonfinite)
         self.num_runs = 0
@@ -84,26 +74,16 @@ class ParameterWorkers:
         # Calls that new workers get as well, with how many there are then.
         self.given: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self._is_started = False
-        self._started = contextlib.ExitStack()
-        weak = cast(ParameterWorkers, weakref.proxy(self))  # so that a strategy that the program drops can go
-        self.crew = Crew(
+        self.scheduler = Scheduler(
             self.distribution.registry,
             stall_timeout_s=stall_timeout_s,
-            max_restarts=max_restarts,
-            window_s=restart_window_s,
-            welcome=functools.partial(ParameterWorkers._welcome, weak),
-            mourn=lambda number: cast(MainProgram, weak.main).mourn(number),
-            message=functools.partial(ParameterWorkers._message, weak),
+            policy=Replace(max_restarts, restart_window_s),
+            # So that a strategy that the program drops can go.
+            introduce=weak_method(self._introduce),
+            recover=weak_method(self._recover),
+            message=weak_method(self._message),
         )
-        self._ending = weakref.finalize(self, _end, self.crew, self._started, self._process)
-        self._ending.atexit = False  # `_close_all` is sooner
-        _open.add(self)
-        backward.install()
-
-    @property
-    def strategy(self) -> Any:
-        """The strategy whose workers these are."""
-        return self._owner_ref()
+        self._hold(WorkerResources(self.scheduler, self.distribution.tracker, self._started))
 
     @property
     def board(self) -> Any:
@@ -113,28 +93,26 @@ class ParameterWorkers:
     # Life
 
     def begin(self) -> MainProgram:
-        """Reserves memory and orders the workers, the first time; waits for nothing."""
         self.require_usable()
         if self.main is None:
             self._started.enter_context(this_process().in_use(f"{self._name}()"))
             memory = SharedMemoryOfShards.create(self._num_shards)
-            memory.locks.while_waiting = self.crew.look_after_holder
+            memory.locks.while_waiting = self.scheduler.group.kill_holder
             slots = len(self._devices) if isinstance(self._settings.consistency, Synchronous) else 0
-            self.main = MainProgram(memory, self.distribution, cast(Any, weakref.proxy(self)), num_slots=slots)
+            self.main = MainProgram(memory, self.distribution, self, num_slots=slots)
             self._started.callback(self.main.close)
             hook = register_module_forward_pre_hook(functools.partial(_settle_before, weakref.ref(self)))
             self._started.callback(hook.remove)
-            self.distribution.registry.add(0, self._owner_ref())
-            self.crew.begin(range(len(self._devices)))
+            self.distribution.registry.add(0, self.strategy)
+            self.scheduler.group.begin(range(len(self._devices)))
         return self.main
 
     def start(self) -> MainProgram:
-        """Waits for the workers, the first time: until then the program has built its model while torch loaded."""
         main = self.begin()
         if not self._is_started:
             self._is_started = True
             with self._or_end():
-                self.crew.start()
+                self.scheduler.group.start()
         return main
 
     def resize(self, devices: Sequence[LogicalDevice]) -> None:
@@ -147,58 +125,26 @@ class ParameterWorkers:
         self._devices += devices[before:]
         with self.attending():
             if self.main is not None:
-                self.crew.begin(range(before, len(devices)))
-                self.crew.start() if self._is_started else None
-                self.crew.remove(range(len(devices), before))
+                self.scheduler.group.begin(range(before, len(devices)))
+                self.scheduler.group.start() if self._is_started else None
+                self.scheduler.remove(range(len(devices), before))
         del self._devices[len(devices) :]
 
-    def close(self) -> None:
-        """Finishes what is under way and ends the workers; distributed objects become plain, with all their state."""
-        if self.closed_at is not None or os.getpid() != self._process:
-            return
-        try:
-            if self._is_started:
-                self.settle()
-        finally:
-            self.end()
+    def tell_others(self, error: BaseException) -> None:
+        """The program has failed: what is under way is not waited for, and nobody is told what else went wrong."""
+        if self.is_home:  # a fork may fail by itself
+            self.scheduler.stop()
+            self._steps.clear()
+
+    def _finish(self) -> None:
+        if self._is_started:
+            self.settle()
         self.raise_failures()
 
-    def end(self, cause: BaseException | None = None) -> None:
-        """Ends the workers at once; nothing can be run any more. What they have applied stays."""
-        because = "" if cause is None else f" because {type(cause).__name__}: {cause}"
-        because = " by Ctrl-C" if isinstance(cause, KeyboardInterrupt) else because
-        self.closed_at = self.closed_at or calling_line() + because
-        _open.discard(self)
-        self._ending.detach()
-        for step in [*self.crew.queue, *(step for each in self.crew.workers.values() for _, step in each.steps)]:
-            step.finish(error=StrategyError(f"{self._name} was closed at {self.closed_at} before this step was done"))
-            step.is_reported = True
-        _end(self.crew, self._started, self._process)
-        self.distribution.tracker.let_go()
-
-    def require_usable(self) -> None:
-        """Refuses use after the end, and in a process that was forked from the main program."""
-        if self.closed_at is not None:
-            raise StrategyError(f"{self._name} was closed at {self.closed_at}; make a new one")
-        if os.getpid() != self._process:
-            raise StrategyError(
-                f"{self._name} belongs to process {self._process} and cannot be used in {os.getpid()}, which was "
-                f"forked from it; use it in the main program only"
-            )
-
-    @contextlib.contextmanager
-    def _or_end(self) -> Any:
-        """A block after whose failure the workers cannot go on."""
-        try:
-            yield
-        except BaseException as error:
-            self.end(error)
-            raise
-
-    def tell_others(self, error: BaseException) -> None:
-        """The program has failed: what is under way is not waited for any more."""
-        if os.getpid() == self._process:  # a fork may fail by itself
-            self.crew.stop()
+    def _give_up(self, _: BaseException | None) -> None:
+        self.scheduler.cancel_all(
+            lambda: StrategyError(f"{self._name} was closed at {self.closed_at} before this step was done")
+        )
 
     # What `distribution` needs
 
@@ -206,18 +152,17 @@ class ParameterWorkers:
         """Values lie once: they are equal."""
 
     def ask_children(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Calls a function of the library in every worker, when none has a step."""
+        """Calls a function of the library in every worker, when none has a step; waits for the answers."""
         with self._or_end():
             self.start()
             self.settle()
-            return self.crew.ask_all(function, *arguments)
+            return self.scheduler.ask_all(function, *arguments)
 
     def forget_functions(self) -> None:
-        """Sends functions anew the next time: something that they used is gone."""
         live = self.distribution.registry.live()
-        for worker in self.crew.workers.values():
-            worker.forget_functions()
-            worker.news = {name: each for name, each in (worker.news or {}).items() if name is None or name in live}
+        for record in self.scheduler.records.values():
+            record.forget_functions()
+            record.changes = {name: each for name, each in record.changes.items() if name in live}
 
     # Steps
 
@@ -227,10 +172,10 @@ class ParameterWorkers:
         self.prepare()
         counts = per_replica.counts_of(args, kwargs)
         if isinstance(shared := self._settings.consistency, Synchronous):
-            return run_round(self, function, args, kwargs, counts, num_backups=shared.backup_workers)
+            return self._run_round(function, args, kwargs, counts, num_backups=shared.backup_workers)
         step = self.new_step(function, per_replica.select(args, 0, sent=True), per_replica.select(kwargs, 0, sent=True))
         with self.attending():
-            self.crew.wait(lambda: self.crew.has_room)
+            self.scheduler.wait(lambda: self.scheduler.has_room)
             self.enter(step)
         self.raise_failures()
         code = None if hasattr(function, "__wrapped__") else getattr(function, "__code__", None)  # a decorator's own
@@ -243,11 +188,67 @@ class ParameterWorkers:
 
         return Pending(result, [step], gives_parts=True, num_parts=self._num_parts.get(code))
 
+    def _run_round(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        counts: tuple[int, ...] | None,
+        *,
+        num_backups: int,
+    ) -> Any:
+        """Gives each worker its part of a step that all share, and returns when enough are done.
+
+        Args:
+            function: What is called.
+            args: Its arguments, with a part for each worker.
+            kwargs: Its keyword arguments, likewise.
+            counts: How many examples each worker has.
+            num_backups: How many may be missing: the slowest are dropped.
+        Returns:
+            The results of those that were in time.
+        """
+        group = self.scheduler.group
+        with_data = {
+            place: number for place, number in enumerate(sorted(group.members)) if counts is None or counts[place] > 0
+        }
+        needed = max(1, len(with_data) - num_backups)
+        first = self.num_runs * PER_RUN
+
+        def has_room(number: int) -> bool:
+            return group.has_room(group.members[number])
+
+        with self.attending():
+            # One that is late by two steps would be late again: its part is dropped now.
+            self.scheduler.wait(lambda: sum(map(has_room, with_data.values())) >= needed)
+            steps = {}
+            for place, number in with_data.items():
+                if not has_room(number):
+                    self.board.num_dropped[number] += 1
+                else:
+                    own = Round(first, needed, counts[place] if counts else 1)
+                    parts = per_replica.load_deferred(per_replica.select((args, kwargs), place, sent=True))
+                    steps[place] = self.new_step(function, *parts, own_round=own, worker=number)
+                    self.enter(steps[place])
+            every = list(steps.values())
+            self.scheduler.wait(
+                lambda: sum(each.is_done for each in every) >= needed or any(each.has_failed for each in every)
+            )
+        if any(each.has_failed for each in every):
+            self.board.closed_round = first + PER_RUN - 1  # those who wait for it go on
+        done = {place: step for place, step in steps.items() if step.is_done}
+        for step in done.values():
+            if step.has_failed:
+                step.raise_error()
+        self.raise_failures()
+        own_counts = tuple(counts[place] for place in done) if counts else None
+        return joined([self.result_of(step) for step in done.values()], own_counts)
+
     def prepare(self) -> None:
         """Brings workers up to date with what the program has made and changed since the last step."""
         main = self.start()
         main.note_pending()
-        self.distribution.bring_up_to_date(cast(Any, main))
+        self.distribution.bring_up_to_date(main)
         main.bring_up_to_date()
         main.variables.publish_written()
         self.num_runs += 1
@@ -255,12 +256,12 @@ class ParameterWorkers:
         self._random_numbers.note_run()
         if changes:
             self.distribution.note_state()
-        for worker in self.crew.workers.values() if changes or seed is not None else ():
-            tell(worker, changes, seed)
+        for record in self.scheduler.records.values() if changes or seed is not None else ():
+            record.tell(changes, seed)
 
     def enter(self, step: Step) -> None:
         """Enters a step into the queue; what cannot be sent is an error now."""
-        self.crew.submit(step)
+        self.scheduler.submit(step)
         if step.is_done and not step.is_sent:
             step.raise_error()
         self._steps.append(step)
@@ -275,13 +276,13 @@ class ParameterWorkers:
     def attend(self, *, wait: bool = False) -> None:
         """Takes in what workers have sent; waits a moment for something if told to."""
         with self.attending():
-            self.crew.attend(0.1 if wait else 0.0)
+            self.scheduler.poll(SLICE_S if wait else 0.0)
 
     def wait_for(self, step: Step) -> Any:
         """The result of a step; its error, if it has failed."""
         if not step.is_done:  # else it can be read after the end as well
             with self.attending():
-                self.crew.wait(lambda: step.is_done)
+                self.scheduler.wait(lambda: step.is_done)
         if step.has_failed:
             self._raise(step)
         return self.result_of(step)
@@ -289,17 +290,13 @@ class ParameterWorkers:
     def settle(self) -> None:
         """Waits for all steps that workers have; none is handed out meanwhile."""
         with self.attending():
-            waiting, self.crew.queue = self.crew.queue, type(self.crew.queue)()
-            try:
-                self.crew.wait(lambda: not self.crew.num_under_way and not self.crew.queue)
-            finally:
-                self.crew.queue.extend(step for step in waiting if not step.is_done)
+            self.scheduler.drain()
 
     def result_of(self, step: Step) -> Any:
-        return cast(Answer, step.answer).result
+        return step.answer.result
 
     @contextlib.contextmanager
-    def attending(self) -> Any:
+    def attending(self) -> Iterator[None]:
         """A block that waits for workers; errors of the library in it end the strategy."""
         self.require_usable()
         try:
@@ -332,54 +329,75 @@ class ParameterWorkers:
 
     def _raise(self, step: Step) -> None:
         # What its worker did of what it was told is not known: all are told everything.
-        self.distribution.forget_state(cast(Any, self.main))
+        if self.main is not None:
+            self.distribution.forget_state(self.main)
         step.raise_error()
 
-    # What the crew asks
+    # What the scheduler asks
 
-    def _message(self, worker: Worker, step: Step) -> Any:
+    def _message(self, worker: Member, record: WorkerRecord, step: Step) -> Message:
         surroundings, own_round = step.told
-        news, worker.news = dict(worker.news or {}), {}
-        seed = news.pop(None, None)
-        call = Call(worker.num_calls + 1, seed, news, surroundings, self.board.version, step.num_pushed, own_round)
-        arguments = self.key, call, worker.functions.prepare(step.function), step.args, step.kwargs
+        changes, seed = record.take()
+        call = Call(worker.num_calls + 1, seed, changes, surroundings, self.board.version, step.num_pushed, own_round)
+        arguments = self.key, call, record.functions.prepare(step.function), step.args, step.kwargs
         return worker_calls.run, arguments, self.distribution.reference_in_run
 
-    def _welcome(self, worker: Worker) -> None:
+    def _recover(self, worker: int) -> tuple[int, int]:
+        return self.begin().recover(worker)
+
+    def _introduce(self, worker: Member, record: WorkerRecord) -> None:
         """Gives a new worker all that the others have."""
+        record.seed = torch.initial_seed() % 2**32
         device = self._devices[worker.number % len(self._devices)]
-        main = cast(MainProgram, self.main)
+        main = self.begin()
         main.variables.board.call[worker.number] = 0  # who had its place before counted its own
         arguments = self.key, worker.number, device, self._settings, main.variables.memory
-        self.crew.call(worker, worker_calls.join, *arguments, StrategyInReplica(0, [device], 0, 1))
-        introduce(worker, self.crew, self.key, main, self.distribution.registry, self._owner_ref())
+        self.scheduler.call(worker, worker_calls.join, *arguments, StrategyInReplica(0, [device], 0, 1))
+        self._give_everything(worker, main)
         for function, given in self.given:
-            self.crew.call(worker, function, len(self._devices), *given)
+            self.scheduler.call(worker, function, len(self._devices), *given)
+
+    def _give_everything(self, worker: Member, main: MainProgram) -> None:
+        """Gives a new worker the variables and objects that the others have, as they are now."""
+        registry, strategy, key = self.distribution.registry, self.strategy, self.key
+
+        def reference(obj: Any) -> int | None:
+            return registry.reference(obj) if isinstance(obj, torch.Tensor) or obj is strategy else None
+
+        if main.copies.placed:
+            self.scheduler.call(worker, child_calls.adopt_variables, key, main.copies.placed)
+        objects = {name: obj for name, obj in registry.live().items() if name and not isinstance(obj, torch.Tensor)}
+        if objects:
+            self.scheduler.call(worker, child_calls.adopt_objects, key, objects, reference=reference)
+        for name, (memory, slots) in main.states().items():
+            self.scheduler.call(worker, worker_calls.take_state, key, name, memory, slots)
+
+
+@final
+@dataclasses.dataclass
+class WorkerResources(Resources):
+    """The workers, and what their main program holds.
+
+    Args:
+        scheduler: The workers.
+        tracker: What waits to be distributed.
+        started: What else lasts until the end: memory, and the main program's optimizers, which get their state back.
+    """
+
+    scheduler: Scheduler
+    tracker: Tracker
+    started: contextlib.ExitStack
+
+    def end(self) -> None:
+        self.scheduler.stop()
+        self.started.close()
+        self.tracker.let_go()
 
 
 def _settle_before(reference: "weakref.ref[ParameterWorkers]", module: torch.nn.Module, _: Any) -> None:
     """Before the main program calls a distributed model, it waits for the steps that change it."""
     workers = reference()
-    if workers is None or context.state.replicas or not workers.crew.num_under_way:
+    if workers is None or context.state.replicas or not workers.scheduler.num_under_way:
         return
-    if module in workers.distribution.registry and os.getpid() == workers._process:
+    if module in workers.distribution.registry and workers.is_home:
         workers.settle()
-
-
-def _end(crew: Crew, started: contextlib.ExitStack, process: int) -> None:
-    if os.getpid() == process:
-        crew.stop()
-        started.close()
-
-
-_open: "weakref.WeakSet[ParameterWorkers]" = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    error = getattr(sys, "last_value", None)  # what has ended the program, if anything
-    for workers in [each for each in _open if each._process == os.getpid()]:
-        try:
-            workers.end(error) if error is not None else workers.close()
-        except Exception:  # of a step that nobody has looked at
-            sys.excepthook(*cast(Any, sys.exc_info()))

@@ -22,7 +22,7 @@ from stratagem.errors import ReplicaError
 from stratagem.processes.packing import Packed
 from stratagem.processes.registry import Registry
 
-_CALLS, _NEWS, _WATCH = "calls", "news", "watch"
+_CALLS, _MESSAGES, _WATCH = "calls", "messages", "watch"
 _STACK_S: Final = 2.0
 _MOST_STARTS: Final = 3
 _LARGE_BYTES: Final = 2**20  # of a message that Ray keeps once for all who get it
@@ -73,7 +73,7 @@ class RayChildren:
 
     def _new_actor(self, number: int) -> Any:
         # Threads of its own for each kind of call: none waits for another.
-        actor = self._ray.remote(concurrency_groups={_CALLS: 1, _NEWS: 1, _WATCH: 2})(RayReplica)
+        actor = self._ray.remote(concurrency_groups={_CALLS: 1, _MESSAGES: 1, _WATCH: 2})(RayReplica)
         return actor.options(**self._placement.options(number)).remote()
 
     def _whereabouts(self, number: int) -> Whereabouts:
@@ -218,7 +218,7 @@ class RayChannel:
 
     def _ask(self) -> None:
         """Asks for what the actor sends next, of which Ray tells in a thread of its own."""
-        future = self._actor.news.options(concurrency_group=_NEWS).remote().future()
+        future = self._actor.next_messages.options(concurrency_group=_MESSAGES).remote().future()
         future.add_done_callback(self._note)
 
     def _note(self, future: Any) -> None:

@@ -100,7 +100,7 @@ class RayReplica:
         """Takes in what the controller sends."""
         self._pipe.incoming.put(message)
 
-    def news(self) -> list[Message]:
+    def next_messages(self) -> list[Message]:
         """What the loop has sent since the last time, after waiting for something; nothing once it has ended."""
         found = [self._pipe.outgoing.get()]
         while not self._pipe.outgoing.empty():

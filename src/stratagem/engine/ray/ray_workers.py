@@ -31,7 +31,8 @@ from stratagem.engine.ray.ray_children import RayChildren
 from stratagem.engine.ray.ray_replica import HEARTBEAT_S, NUM_MISSED, Invitation
 from stratagem.engine.recipe import Recipe
 from stratagem.errors import DeviceNotFoundError
-from stratagem.processes.group import ReplicaGroup, raise_first
+from stratagem.processes.group import ChildGroup
+from stratagem.processes.losses import raise_first
 
 
 @final
@@ -101,7 +102,7 @@ class RayStart:
         """What a collective is told so that it finds the others."""
         return self._meeting(name) if self._meeting is not None else {}
 
-    def join(self, group: ReplicaGroup, key: int, recipe: Recipe, devices: Sequence[LogicalDevice]) -> None:
+    def join(self, group: ChildGroup, key: int, recipe: Recipe, devices: Sequence[LogicalDevice]) -> None:
         """Makes the children replicas of the strategy, and lets all find one another."""
         group.call_all(ray_replica.sit, devices[-1].device_type, self._num_threads)
         found = [devices[0], *group.collect()]
