@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 
 from stratagem.variables.participant import Located, Updating
-from stratagem.variables.store import Placement, laid_out
+from stratagem.variables.store import Placement, laid_out, piece
 
 # Elements that are updated at a time: the passes of an optimizer over them, and what it allocates, stay in the
 # cache. For Adam with large layers that is more than twice as fast.
@@ -103,7 +103,7 @@ class SplitUpdate:
                 continue
             if number not in gradients:  # once for all blocks of a parameter
                 gradients[number] = laid_out(parameter.grad, self._placement(parameter))
-            part.grad = _piece(gradients[number], first, last)
+            part.grad = piece(gradients[number], first, last)
         with torch.no_grad():
             self._bare_step(self.inner)
         for _, part, _, _ in self._parts:
@@ -172,7 +172,7 @@ class SplitUpdate:
                 whole = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
                 ordered = laid_out(value, self._placement(parameter)) if whole and parts else value
                 for _, part, first, last in parts:
-                    self.inner.state[part][key] = _own(_piece(ordered, first, last) if whole else value)
+                    self.inner.state[part][key] = _own(piece(ordered, first, last) if whole else value)
 
 
 def whole_state(
@@ -201,8 +201,3 @@ def _own(value: Any) -> Any:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _piece(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Elements of a tensor, in the order of its memory."""
-    return tensor.as_strided((last - first,), (1,), tensor.storage_offset() + first)
