@@ -1,8 +1,9 @@
 """CentralStorageStrategy: variables and the optimizer's state exist once."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_an_optimizer_can_work_where_variables_are_kept() -> None:
         for each in (model, other):
             each.zero_grad()
             each(torch.full((2, 6), float(number))).pow(2).sum().backward()
-        update._step_elsewhere(optimizers[0], torch.optim.Adam.step)
+        update._step_elsewhere(optimizers[0])
         optimizers[1].step()
         for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(ours, theirs)
@@ -111,6 +112,43 @@ def test_an_optimizer_can_work_where_variables_are_kept() -> None:
             for each in (*model.parameters(), *other.parameters()):
                 each.add_(1.0)
     assert len(optimizers[0].state) == 6
+
+
+class WarmingUp(torch.optim.SGD):
+    """Has attributes and an option of its own, and changes them."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], num_warmup_steps: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.num_warmup_steps, self.num_steps = num_warmup_steps, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        for group in self.param_groups:
+            group["rate"] = group["lr"] * min(1.0, self.num_steps / self.num_warmup_steps)
+            for each in group["params"]:
+                each.sub_(each.grad, alpha=group["rate"])
+
+
+def test_an_optimizer_of_the_users_own_is_the_same_where_variables_are_kept() -> None:
+    model, other = make_net(), make_net()
+    optimizers = [WarmingUp(each.parameters(), num_warmup_steps=4) for each in (model, other)]
+    calls: list[torch.optim.Optimizer] = []
+    optimizers[0].register_step_pre_hook(lambda optimizer, *_: calls.append(optimizer))
+    optimizers[0].register_step_post_hook(lambda optimizer, *_: calls.append(optimizer))
+    update = CentralUpdate(None, torch.device("cpu", 0))  # type: ignore[arg-type]  # it asks nothing of the replica
+    for number in range(1, 4):
+        for each in (model, other):
+            each.zero_grad()
+            each(torch.full((2, 6), float(number))).pow(2).sum().backward()
+        update._step_elsewhere(optimizers[0])
+        optimizers[1].step()
+        for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+        assert [each.num_steps for each in optimizers] == [number, number]
+        assert optimizers[0].param_groups[0]["rate"] == optimizers[1].param_groups[0]["rate"]
+        assert len(calls) == 2 * number
+    assert all(each is optimizers[0] for each in calls)
 
 
 def test_devices_are_checked(four_cpus: None) -> None:
