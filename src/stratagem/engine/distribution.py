@@ -22,6 +22,7 @@ from stratagem.objects.tracking import Tracker
 from stratagem.processes.packing import can_be_packed, find_unsendable, pack
 from stratagem.processes.registry import Registry
 from stratagem.variables.agreement import settings_of
+from stratagem.variables.optimizer_slices import parameters_of
 from stratagem.variables.slices import SplitUpdate, whole_state
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class Distribution:
                 self._check_optimizer(obj, new)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, new: set[int]) -> None:
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = parameters_of(optimizer)
         foreign = [each for each in parameters if each not in self.registry and id(each) not in new]
         if foreign:
             self.tracker.refuse_if_elsewhere(foreign[0])

@@ -6,8 +6,6 @@ only here, is chosen where variables lie and how gradients travel (`copies`).
 """
 
 import contextlib
-import functools
-import inspect
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +32,7 @@ from stratagem.processes.region import Region
 from stratagem.variables import buffers
 from stratagem.variables.central_updates import CentralUpdate
 from stratagem.variables.copies import Copies
+from stratagem.variables.optimizer_slices import parameters_of, unwrap_zero_grad
 from stratagem.variables.private import PrivateCopies
 from stratagem.variables.shared import SharedCopies
 from stratagem.variables.slices import SplitUpdate
@@ -159,17 +158,14 @@ class Runtime:
             if once is not None and closure is None:
                 once.step(own, whole)
                 return None
-            parameters = [each for group in own.param_groups for each in group["params"]]
-            if closure is None and not self.may_update(parameters):
+            if closure is None and not self.may_update(parameters_of(own)):
                 return None
             return whole(own) if closure is None else whole(own, closure)
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look for it
         optimizer.step = step  # type: ignore[method-assign]
-        if self.rank and type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
-            # Without its wrapper, which imports torch's compiler: children have no other use for it.
-            bare = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-            optimizer.zero_grad = functools.partial(bare, weakref.proxy(optimizer))  # type: ignore[method-assign]
+        if self.rank:
+            unwrap_zero_grad(optimizer)
 
     # A run
 

@@ -1,46 +1,34 @@
 """Makes `optimizer.step()` update each part of the parameters in one replica only.
 
 Parameters of all replicas are the same memory, so an update done by all would be done many times.
-Optimizers that treat every element alike (`ELEMENTWISE`) are split: each replica runs the same
+Optimizers that treat every element alike are split: each replica runs the same
 optimizer on its own chunk, and keeps the optimizer's state for that chunk only. Any other optimizer
 runs whole in every replica, on that replica's own copy of the pages.
 """
 
-import inspect
 import itertools
 import weakref
-from collections import defaultdict
 from typing import Any, final
 
 import torch
 
+from stratagem.variables.optimizer_slices import (
+    BLOCK,
+    bare_step,
+    copy_options,
+    is_elementwise,
+    over,
+    parameters_of,
+    step_with_hooks,
+)
 from stratagem.variables.participant import Located, Updating
 from stratagem.variables.store import Placement, laid_out, piece
-
-# Elements that are updated at a time: the passes of an optimizer over them, and what it allocates, stay in the
-# cache. For Adam with large layers that is more than twice as fast.
-_BLOCK = 256 * 1024
-
-ELEMENTWISE = frozenset(
-    {
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adamax,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-    }
-)
 
 
 def can_be_split(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer does the same to every element, whatever its neighbours."""
     different = any(group.get("differentiable") for group in optimizer.param_groups)
-    return type(optimizer) in ELEMENTWISE and not different
+    return is_elementwise(optimizer) and not different
 
 
 @final
@@ -61,9 +49,7 @@ class SplitUpdate:
         self._parts: list[tuple[int, torch.Tensor, int, int]] = []
         self.inner: Any = None
         self._num_parameters = -1
-        # Without its wrappers (profiler, gradient mode): they import torch's compiler, 800 modules that
-        # a child has no other use for.
-        self._bare_step = inspect.unwrap(type(optimizer).step)
+        self._bare_step = bare_step(type(optimizer))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -75,26 +61,18 @@ class SplitUpdate:
 
     def step(self, closure: Any = None) -> Any:
         """What `optimizer.step()` does in a replica."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        optimizer = self.optimizer
-        for hook in optimizer._optimizer_step_pre_hooks.values():
-            hook(optimizer, (), {})
-        with self._runtime.split_update(_parameters(optimizer)) as may_update:
+        return step_with_hooks(self.optimizer, self._update_if_allowed, closure)
+
+    def _update_if_allowed(self) -> None:
+        with self._runtime.split_update(parameters_of(self.optimizer)) as may_update:
             if may_update:
                 self._update()
-        for hook in optimizer._optimizer_step_post_hooks.values():
-            hook(optimizer, (), {})
-        return loss
 
     def _update(self) -> None:
         if self._num_parameters != sum(len(group["params"]) for group in self.optimizer.param_groups):
             self._build()
-        for group, inner in zip(self.optimizer.param_groups, self.inner.param_groups, strict=True):
-            inner.update({key: value for key, value in group.items() if key != "params"})
-        parameters = _parameters(self.optimizer)
+        copy_options(self.optimizer, self.inner)
+        parameters = parameters_of(self.optimizer)
         gradients: dict[int, torch.Tensor] = {}
         for number, part, first, last in self._parts:
             parameter = parameters[number]
@@ -121,16 +99,13 @@ class SplitUpdate:
             for parameter in group["params"]:
                 number = next(numbers)
                 begin, stop = self._copies.own_part(parameter)
-                for first in range(begin, stop, _BLOCK):
-                    last = min(first + _BLOCK, stop)
+                for first in range(begin, stop, BLOCK):
+                    last = min(first + BLOCK, stop)
                     part = self._copies.shared_part(parameter, first, last)
                     self._parts.append((number, part, first, last))
                     parts.append(part)
             groups.append({**group, "params": parts})
-        self.inner = object.__new__(type(self.optimizer))
-        self.inner.__setstate__(
-            {"defaults": self.optimizer.defaults, "state": defaultdict(dict), "param_groups": groups}
-        )
+        self.inner = over(self.optimizer, groups)
         for number, part, first, _ in self._parts:
             if kept := old.get((number, first)):
                 self.inner.state[part] = kept
@@ -152,7 +127,7 @@ class SplitUpdate:
 
     def take_whole_state(self) -> dict[int, dict[str, Any]]:
         """Takes this chunk's share of the state that the user's optimizer has; returns all of it."""
-        parameters = _parameters(self.optimizer)
+        parameters = parameters_of(self.optimizer)
         states = {
             number: dict(self.optimizer.state[each])
             for number, each in enumerate(parameters)
@@ -166,7 +141,7 @@ class SplitUpdate:
         """Takes this chunk's share of the state of whole parameters."""
         self.inner = None
         self._build()
-        for number, parameter in enumerate(_parameters(self.optimizer)):
+        for number, parameter in enumerate(parameters_of(self.optimizer)):
             parts = [each for each in self._parts if each[0] == number]
             for key, value in states.get(number, {}).items():
                 whole = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
@@ -179,7 +154,7 @@ def whole_state(
     optimizer: torch.optim.Optimizer, chunks: list[list[tuple[int, int, int, dict[str, Any]]]]
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """Puts the state of whole parameters together from all replicas' chunks."""
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     whole: dict[torch.Tensor, dict[str, Any]] = {}
     for number, first, last, values in (part for chunk in chunks for part in chunk):
         parameter = parameters[number]
@@ -188,7 +163,7 @@ def whole_state(
             if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == last - first:
                 form = torch.empty_like(parameter, memory_format=torch.preserve_format)
                 full = own.setdefault(key, torch.empty_strided(form.shape, form.stride(), dtype=value.dtype))
-                full.as_strided((last - first,), (1,), first).copy_(value)
+                piece(full, first, last).copy_(value)
             else:
                 own[key] = value
     return whole
@@ -197,7 +172,3 @@ def whole_state(
 def _own(value: Any) -> Any:
     """The value, not shared with whoever has it now: optimizers change their state in place."""
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

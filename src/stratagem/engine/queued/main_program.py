@@ -17,6 +17,7 @@ from stratagem.errors import StrategyError
 from stratagem.parameters.local.gradient_slots import GradientSlots
 from stratagem.parameters.local.shared_variables import Held, LocalVariables, SharedMemoryOfShards
 from stratagem.parameters.local.slot_memory import StateMemory, layout_of, make_memory
+from stratagem.variables.optimizer_slices import parameters_of
 
 if TYPE_CHECKING:
     from stratagem.engine.queued.workers import ParameterWorkers
@@ -171,7 +172,7 @@ class MainProgram:
                     self._signatures[name] = signature
 
     def _give_memory(self, name: int, optimizer: torch.optim.Optimizer) -> None:
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = parameters_of(optimizer)
         names = [cast(int, self._registry.reference(each)) for each in parameters]
         before = self._states.get(name)
         layout = layout_of(optimizer, names, self.variables)

@@ -1,13 +1,11 @@
 """The state of an optimizer in shared memory, so that every worker applies its pushes with the same.
 
 Optimizers make their state in their first step. What that will be is found out by a step on zeros, so
-that its memory is there before the first push. Optimizers that treat each element by itself
-(`ELEMENTWISE`) work on blocks that fit the cache; others on whole variables.
+that its memory is there before the first push. Optimizers that treat each element by itself work on
+blocks that fit the cache; others on whole variables.
 """
 
 import dataclasses
-import inspect
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -17,17 +15,10 @@ from stratagem.errors import ParameterError
 from stratagem.parameters.local.journal import Target
 from stratagem.parameters.local.shared_variables import TABLE, Held, LocalVariables
 from stratagem.processes.region import Region
-from stratagem.variables.store import Placement, laid_out, shaped
+from stratagem.variables.optimizer_slices import BLOCK, bare_step, is_elementwise, over
+from stratagem.variables.store import Placement, laid_out, piece, shaped
 
-ELEMENTWISE = frozenset(
-    {
-        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
-        *(torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop),
-    }
-)
-_BLOCK = 256 * 1024
 _ALIGN_BYTES = 64
-_NOT_TAKEN_OVER = frozenset({"defaults", "state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict"})
 
 
 @final
@@ -110,7 +101,7 @@ class StateMemory:
                 elif part.is_flat and value.dim():
                     form = torch.empty_strided(placement.shape, placement.stride, dtype=cell.dtype)
                     full = own.setdefault(cell.key, form)
-                    full.as_strided((part.last - part.first,), (1,), part.first).copy_(value)
+                    piece(full, part.first, part.last).copy_(value)
                 elif cell.key not in own:
                     own[cell.key] = value.clone()
         return found
@@ -126,26 +117,8 @@ class StateMemory:
                 value = torch.as_tensor(given[cell.key])
                 if part.is_flat and value.dim():
                     ordered = laid_out(value, variables.find(part.name)[1])
-                    value = ordered.as_strided((part.last - part.first,), (1,), ordered.storage_offset() + part.first)
+                    value = piece(ordered, part.first, part.last)
                 self.cell(cell).copy_(value.view(cell.shape))
-
-
-def bare_step(optimizer: torch.optim.Optimizer) -> Any:
-    """The step of an optimizer without its wrappers: they import torch's compiler, which a worker has no use for."""
-    return inspect.unwrap(type(optimizer).step)
-
-
-def over(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any] | None = None
-) -> Any:
-    """An optimizer of the same class, with the attributes that its class has added, over other tensors."""
-    inner = object.__new__(type(optimizer))
-    own = {"defaults": optimizer.defaults, "state": defaultdict(dict, state or {}), "param_groups": list(groups)}
-    inner.__setstate__(own)
-    for key, value in optimizer.__dict__.items():
-        if key not in _NOT_TAKEN_OVER and not key.startswith("_optimizer_"):  # these are hooks
-            inner.__dict__[key] = value
-    return inner
 
 
 def layout_of(optimizer: torch.optim.Optimizer, names: Sequence[int], variables: LocalVariables) -> "Layout":
@@ -162,7 +135,7 @@ def layout_of(optimizer: torch.optim.Optimizer, names: Sequence[int], variables:
         for parameter in group["params"]:
             number = next(numbers)
             held, placement = variables.find(names[number])
-            is_flat = type(optimizer) in ELEMENTWISE and held.kind != TABLE and not group.get("differentiable")
+            is_flat = is_elementwise(optimizer) and held.kind != TABLE and not group.get("differentiable")
             forms = _forms(optimizer, group, parameter, is_flat=is_flat, is_table=held.kind == TABLE)
             layout.add(number, names[number], held, placement, forms, is_flat=is_flat)
     return layout
@@ -203,7 +176,7 @@ def _forms(
             trial.grad = trial.grad.to_sparse(1).coalesce()
         inner = over(optimizer, [{**group, "params": [trial]}])
         with torch.no_grad():
-            bare_step(optimizer)(inner)
+            bare_step(type(optimizer))(inner)
         found, shape = inner.state.get(trial, {}), few
     forms: list[Form] = []
     for key, value in found.items():
@@ -254,7 +227,7 @@ class Layout:
         self, number: int, name: int, held: Held, placement: Placement, forms: Sequence[Form], *, is_flat: bool
     ) -> None:
         """Adds a parameter with its state."""
-        size = _BLOCK if is_flat else max(1, placement.numel)
+        size = BLOCK if is_flat else max(1, placement.numel)
         for first in range(0, max(1, placement.numel), size):
             last = min(first + size, placement.numel)
             shape = (last - first,) if is_flat else placement.shape

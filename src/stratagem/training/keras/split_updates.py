@@ -1,6 +1,6 @@
 """Lets each replica apply a Keras optimizer to its own part of the variables only, where they share memory.
 
-As for torch's optimizers (`strategies.updates`): optimizers that treat every element alike are split. For
+As for torch's optimizers (`variables.slices`): optimizers that treat every element alike are split. For
 the time of the update each variable and what the optimizer keeps for it are the replica's part alone.
 """
 
@@ -17,10 +17,8 @@ from keras.src.backend.torch.trainer import TorchTrainer
 
 from stratagem.engine import context
 from stratagem.training.keras.keras_objects import tensor_of
+from stratagem.variables.optimizer_slices import is_elementwise
 from stratagem.variables.store import Placement, laid_out, piece, shaped
-
-# Not Nadam: its update also changes a number that is the same for all variables.
-_ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Lion", "Ftrl"})
 
 
 def take_over(optimizer: Any, *, checks_gradients: bool = False) -> None:
@@ -83,7 +81,7 @@ class _Update:
         if self._parts is None or not self._parts.are_of(variables, copies):
             self._parts = None
             with contextlib.suppress(KeyError):  # what a step has just made is not distributed yet
-                if _is_elementwise(self._optimizer) and copies.own_part(tensor_of(variables[0])) is not None:
+                if is_elementwise(self._optimizer) and copies.own_part(tensor_of(variables[0])) is not None:
                     self._parts = _Parts(self._optimizer, variables, copies)
         return self._parts
 
@@ -93,14 +91,10 @@ def writes_to_weights(model: Any) -> bool:
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     return (
         type(model).train_step is not TorchTrainer.train_step
-        or not _is_elementwise(optimizer)
+        or not is_elementwise(optimizer)
         or bool(optimizer.use_ema or optimizer.gradient_accumulation_steps)
         or any(variable.constraint is not None for variable in optimizer._trainable_variables)
     )
-
-
-def _is_elementwise(optimizer: Any) -> bool:
-    return type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("keras.")
 
 
 @final
