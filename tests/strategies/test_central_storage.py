@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.engine import context
 from stratagem.strategies import central_storage
 from stratagem.variables.central_updates import CentralUpdate
 from tests.contracts.test_strategies import assert_equal_to_one_device, make_net, plain_step
@@ -49,14 +48,12 @@ def test_parameters_and_state_take_the_memory_of_one(strategy: sg.Strategy) -> N
         (model.weight[:100] ** 2).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        states = [state for update in context.current_runs[-1].updates.values() for *_, state in update.state()]
-        return sum(state["momentum_buffer"].numel() for state in states)
+        return optimizer.state[model.weight]["momentum_buffer"].numel()
 
-    numbers = strategy.local_results(strategy.run(step))
+    assert set(strategy.local_results(strategy.run(step))) == {NUM_ELEMENTS}
     size_mb, windows_mb = 4 * NUM_ELEMENTS / 2**20, NUM_REPLICAS * 2 * 8
-    assert sum(numbers) == NUM_ELEMENTS
-    # Parameters and the sum of gradients, both once, and the windows in which gradients are shown.
-    assert 2 * size_mb <= shared_mb(pids) - before <= 1.1 * (2 * size_mb + windows_mb)
+    # Parameters, the sum of gradients and the state, each once, and the windows in which gradients are shown.
+    assert 3 * size_mb <= shared_mb(pids) - before <= 1.1 * (3 * size_mb + windows_mb)
 
 
 def test_the_state_of_an_optimizer_that_is_not_split_is_in_one_replica(strategy: sg.Strategy) -> None:

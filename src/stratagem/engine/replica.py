@@ -139,8 +139,6 @@ class Runtime:
         update = self.copies.split(optimizer, self)
         if update is not None:
             self.updates[name] = update
-            if optimizer.state:
-                update.take_whole_state()
         elif self.device.type != "cpu" and not self.settings.kept_on:
             _follow(optimizer)
         once = CentralUpdate(self, torch.device(self.settings.kept_on)) if self.settings.kept_on else None

@@ -15,8 +15,9 @@ from stratagem.collectives.collective import is_finite
 from stratagem.parameters.local.board import NUM_BUCKETS, Board
 from stratagem.parameters.local.journal import Saving, Target
 from stratagem.parameters.local.shared_variables import TABLE, Held, LocalVariables
-from stratagem.parameters.local.slot_memory import Part, StateMemory, shared_part
+from stratagem.parameters.local.slot_memory import StateMemory, shared_part
 from stratagem.variables.optimizer_slices import bare_step, copy_options, is_elementwise, over
+from stratagem.variables.slots import Part
 from stratagem.variables.store import laid_out, piece
 
 
@@ -47,9 +48,10 @@ class SharedUpdate:
         self._rate_of = rate_of
         self._step = bare_step(type(optimizer))
         self._is_elementwise = is_elementwise(optimizer)
-        self._parts = [(part, shared_part(part, variables), *variables.find(part.name)) for part in memory.parts]
-        self._cells = [{cell.key: (memory.cell(cell), cell.is_number) for cell in part.cells} for part in memory.parts]
-        self._has_state = any(part.cells for part in memory.parts)
+        parts = memory.slots.parts
+        self._parts = [(part, shared_part(part, variables), *variables.find(part.name)) for part in parts]
+        self._cells = [{cell.key: (memory.slots.cell(cell), cell.is_number) for cell in part.cells} for part in parts]
+        self._has_state = any(part.cells for part in parts)
         self._state_version = -1
         self._without_state: list[int] = []
         self._inner: Any = None
@@ -144,7 +146,7 @@ class SharedUpdate:
         self._inner.state.clear()
         self._without_state = []
         for place, (part, tensor, _, _) in enumerate(self._parts):
-            if part.cells and self._memory.cell(part.flag):
+            if part.cells and self._memory.slots.cell(part.flag):
                 self._inner.state[tensor] = self._values(place)
             elif part.cells:
                 self._without_state.append(place)
@@ -168,8 +170,8 @@ class SharedUpdate:
                 elif isinstance(value, torch.Tensor) and value is not cell:
                     cell.copy_(value)
                     state[key] = cell
-            if not self._memory.cell(part.flag):
-                self._memory.cell(part.flag).fill_(1)
+            if not self._memory.slots.cell(part.flag):
+                self._memory.slots.cell(part.flag).fill_(1)
                 has_news = True
         if has_news:
             board = self._variables.board
