@@ -54,12 +54,13 @@ def replica() -> int:
 
 
 def build(strategy: sg.MirroredStrategy) -> Callable[[], int]:
-    """A step whose optimizer is split over the replicas."""
+    """A step whose optimizer has a part of its state in each replica, so that closing asks them for it."""
     with strategy.scope():
         model = nn.Linear(2, 1)
-        optimizer = torch.optim.Adam(model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> int:
+        optimizer.param_groups[0]["momentum"] = 0.9  # unforeseen: there is no shared memory for its state yet
         model(torch.ones(2)).sum().backward()
         optimizer.step()
         return os.getpid()

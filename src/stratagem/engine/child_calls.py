@@ -132,9 +132,9 @@ def fetch(number: int) -> Any:
     return _results.values.pop(number)
 
 
-def take_slots(key: int, name: int, slots: Slots) -> None:
+def take_slots(key: int, name: int, slots: Slots, loaded: bool) -> None:
     """Takes the memory in which the state of an optimizer lies."""
-    _joined[key].updates[name].take_slots(slots)
+    _joined[key].updates[name].take_slots(slots, loaded=loaded)
 
 
 def load_whole_state(key: int, name: int, state: dict[str, Any]) -> None:

@@ -201,8 +201,8 @@ class Distribution:
         """Gives all replicas memory for the state of an optimizer, where they need other than they have."""
         slots = update.new_slots(loaded=loaded)
         if slots is not None:
-            self._replicas.ask_children(child_calls.take_slots, self._replicas.key, name, slots)
-            update.take_slots(slots)
+            self._replicas.ask_children(child_calls.take_slots, self._replicas.key, name, slots, loaded)
+            update.take_slots(slots, loaded=loaded)
 
     def _show_whole_state(self, update: SplitUpdate, name: int) -> None:
         """Lets the controller's optimizer show and take the state that all replicas share."""

@@ -63,7 +63,7 @@ class Holdings:
     def _bring_home(self, name: int, update: SplitUpdate) -> None:
         slots = update.new_slots()
         if slots is not None:
-            self.group.call_all(child_calls.take_slots, self.key, name, slots)
+            self.group.call_all(child_calls.take_slots, self.key, name, slots, False)
             self.group.collect(closing=True)
             raise_first(None, self.group.failures())
             update.take_slots(slots)

@@ -1,10 +1,10 @@
 """Makes `optimizer.step()` update each part of the parameters in one replica only.
 
 Parameters of all replicas are the same memory, so an update done by all would be done many times.
-Optimizers that treat every element alike are split: each replica runs the same
-optimizer on its own chunk, with the state of that chunk; the state lies in memory that all share, so
-that the user's optimizer shows all of it. Any other optimizer runs whole in every replica, on that
-replica's own copy of the pages.
+Optimizers that treat every element alike are split: each replica runs the same optimizer on its own
+chunk, with the state of that chunk. The state lies in memory that all share (`slots`), so that the
+user's optimizer shows all of it. Any other optimizer runs whole in every replica, on that replica's
+own copy of the pages.
 """
 
 import itertools
@@ -166,19 +166,25 @@ class SplitUpdate:
         signature = [_signature(group) for group in optimizer.param_groups]
         if signature == self._signature and not loaded:
             return None
-        self._signature = signature
-        layout = self._layout()
-        slots = self._slots
+        layout, slots = self._layout(), self._slots
         if layout.parts != slots.parts:
             slots = layout.make()
-        elif not loaded:
-            return None
-        given = {self._placement(each).name: optimizer.state.get(each, {}) for each in parameters_of(optimizer)}
-        slots.write(given)
-        return slots
+        if slots is not self._slots or loaded:
+            slots.write(
+                {self._placement(each).name: optimizer.state.get(each, {}) for each in parameters_of(optimizer)}
+            )
+        self._signature = signature
+        return slots if slots is not self._slots or loaded else None
 
-    def take_slots(self, slots: Slots) -> None:
-        """Takes the memory of the state; what this replica has made elsewhere moves there."""
+    def take_slots(self, slots: Slots, *, loaded: bool = False) -> None:
+        """Takes the memory of the state; what this replica has made elsewhere moves there.
+
+        Args:
+            slots: The memory.
+            loaded: Whether its state is to be that of the memory, whatever it has.
+        """
+        if loaded:
+            self._private = []
         self._slots = slots
         self._build()
         self._share()
