@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -570,6 +571,40 @@ def test_state_dicts_are_whole_and_load_into_plain_torch_and_back(strategy: sg.S
     again = [strategy.reduce("mean", strategy.run(step, args=batch)).item() for batch in strategy.distribute(second)]
     assert again == pytest.approx(expected, abs=2e-6)
     assert len(plain_losses) == 3
+
+
+def test_state_of_an_optimizer_is_read_and_written_where_it_lies(
+    strategy: sg.Strategy, request: pytest.FixtureRequest
+) -> None:
+    if request.node.callspec.params["strategy"] in (*PRIVATE, "parameter server 2"):
+        pytest.skip("each replica has a state of its own, or workers have it under locks")
+    plain = nn.Linear(3, 40)
+    with strategy.scope():
+        model = nn.Linear(3, 40)
+        model.weight = nn.Parameter(plain.weight.detach().t().contiguous().t())  # not row-major
+        model.bias = nn.Parameter(plain.bias.detach().clone())
+        ours = torch.optim.Adam(model.parameters(), lr=0.02)
+    theirs = torch.optim.Adam(plain.parameters(), lr=0.02)
+
+    def step() -> None:
+        ours.zero_grad()
+        model(torch.tensor([[1.0, 2.0, 3.0]])).pow(2).sum().backward()
+        ours.step()
+
+    for _ in range(3):
+        strategy.run(step)
+        theirs.zero_grad()
+        plain(torch.tensor([[1.0, 2.0, 3.0]])).pow(2).sum().backward()
+        theirs.step()
+        for mine, own in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, own)
+            for key, value in theirs.state[own].items():
+                torch.testing.assert_close(ours.state[mine][key], value)
+            for optimizer, parameter in ((ours, mine), (theirs, own)):
+                optimizer.state[parameter]["exp_avg"].mul_(0.5)
+    saved = io.BytesIO()
+    torch.save(ours.state_dict(), saved)
+    assert len(saved.getvalue()) < 12_000  # 2 * 160 numbers, and no memory beside them
 
 
 def test_model_is_an_ordinary_one_between_runs(strategy: sg.Strategy) -> None:

@@ -4,6 +4,7 @@ Signals are sent at fixed points: in the function that runs, or around one call 
 """
 
 import contextlib
+import copy
 import os
 import signal
 import subprocess
@@ -53,12 +54,13 @@ def replica() -> int:
 
 
 def build(strategy: sg.MirroredStrategy) -> Callable[[], int]:
-    """A step whose optimizer has a part of its state in each replica."""
+    """A step whose optimizer has a part of its state in each replica, so that closing asks them for it."""
     with strategy.scope():
         model = nn.Linear(2, 1)
-        optimizer = torch.optim.Adam(model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> int:
+        optimizer.param_groups[0]["momentum"] = 0.9  # unforeseen: there is no shared memory for its state yet
         model(torch.ones(2)).sum().backward()
         optimizer.step()
         return os.getpid()
@@ -122,6 +124,29 @@ def test_killed_replica_whose_own_child_holds_its_pipe_is_told_as_killed(
     finally:
         os.kill(holder, signal.SIGKILL)
     assert is_gone(holder)
+
+
+def test_killed_replica_takes_no_state_of_the_optimizer_with_it(own: sg.MirroredStrategy) -> None:
+    with own.scope():
+        model = nn.Linear(64, 64)  # large enough to be cut
+        optimizer = torch.optim.Adam(model.parameters())
+    plain = copy.deepcopy(model)
+    theirs = torch.optim.Adam(plain.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).pow(2).sum().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        own.run(step)
+        theirs.zero_grad()
+        plain(torch.ones(2, 64)).pow(2).sum().backward()
+        theirs.step()
+    os.kill(pids(own)[1], signal.SIGKILL)
+    with pytest.raises(ReplicaDiedError):
+        own.run(same, args=(1,))
+    torch.testing.assert_close(optimizer.state_dict(), theirs.state_dict())
 
 
 def test_run_is_named_by_the_number_that_the_program_counts(own: sg.MirroredStrategy) -> None:

@@ -1,15 +1,15 @@
 """CentralStorageStrategy: variables and the optimizer's state exist once."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.engine import context
 from stratagem.engine.recipe import Exchange
 from stratagem.strategies import central_storage
 from stratagem.variables.central_updates import CentralUpdate
@@ -49,14 +49,12 @@ def test_parameters_and_state_take_the_memory_of_one(strategy: sg.Strategy) -> N
         (model.weight[:100] ** 2).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        states = [state for update in context.current_runs[-1].updates.values() for *_, state in update.state()]
-        return sum(state["momentum_buffer"].numel() for state in states)
+        return optimizer.state[model.weight]["momentum_buffer"].numel()
 
-    numbers = strategy.local_results(strategy.run(step))
+    assert set(strategy.local_results(strategy.run(step))) == {NUM_ELEMENTS}
     size_mb, windows_mb = 4 * NUM_ELEMENTS / 2**20, NUM_REPLICAS * 2 * 8
-    assert sum(numbers) == NUM_ELEMENTS
-    # Parameters and the sum of gradients, both once, and the windows in which gradients are shown.
-    assert 2 * size_mb <= shared_mb(pids) - before <= 1.1 * (2 * size_mb + windows_mb)
+    # Parameters, the sum of gradients and the state, each once, and the windows in which gradients are shown.
+    assert 3 * size_mb <= shared_mb(pids) - before <= 1.1 * (3 * size_mb + windows_mb)
 
 
 def test_the_state_of_an_optimizer_that_is_not_split_is_in_one_replica(strategy: sg.Strategy) -> None:
@@ -104,7 +102,7 @@ def test_an_optimizer_can_work_where_variables_are_kept() -> None:
         for each in (model, other):
             each.zero_grad()
             each(torch.full((2, 6), float(number))).pow(2).sum().backward()
-        update._step_elsewhere(optimizers[0], torch.optim.Adam.step)
+        update._step_elsewhere(optimizers[0])
         optimizers[1].step()
         for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(ours, theirs)
@@ -112,6 +110,43 @@ def test_an_optimizer_can_work_where_variables_are_kept() -> None:
             for each in (*model.parameters(), *other.parameters()):
                 each.add_(1.0)
     assert len(optimizers[0].state) == 6
+
+
+class WarmingUp(torch.optim.SGD):
+    """Has attributes and an option of its own, and changes them."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], num_warmup_steps: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.num_warmup_steps, self.num_steps = num_warmup_steps, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        for group in self.param_groups:
+            group["rate"] = group["lr"] * min(1.0, self.num_steps / self.num_warmup_steps)
+            for each in group["params"]:
+                each.sub_(each.grad, alpha=group["rate"])
+
+
+def test_an_optimizer_of_the_users_own_is_the_same_where_variables_are_kept() -> None:
+    model, other = make_net(), make_net()
+    optimizers = [WarmingUp(each.parameters(), num_warmup_steps=4) for each in (model, other)]
+    calls: list[torch.optim.Optimizer] = []
+    optimizers[0].register_step_pre_hook(lambda optimizer, *_: calls.append(optimizer))
+    optimizers[0].register_step_post_hook(lambda optimizer, *_: calls.append(optimizer))
+    update = CentralUpdate(None, torch.device("cpu", 0))  # type: ignore[arg-type]  # it asks nothing of the replica
+    for number in range(1, 4):
+        for each in (model, other):
+            each.zero_grad()
+            each(torch.full((2, 6), float(number))).pow(2).sum().backward()
+        update._step_elsewhere(optimizers[0])
+        optimizers[1].step()
+        for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+        assert [each.num_steps for each in optimizers] == [number, number]
+        assert optimizers[0].param_groups[0]["rate"] == optimizers[1].param_groups[0]["rate"]
+        assert len(calls) == 2 * number
+    assert all(each is optimizers[0] for each in calls)
 
 
 def test_devices_are_checked(four_cpus: None) -> None:

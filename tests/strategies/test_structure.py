@@ -1,5 +1,6 @@
 """What the program changes between runs reaches every replica: structure, hooks, groups; and what cannot is refused."""
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -238,6 +239,39 @@ def test_added_group_is_updated_in_every_replica(strategy: sg.MirroredStrategy, 
     plain = sg.OneDeviceStrategy("cpu:0")
     for ours, theirs in zip(course(strategy.scope(), strategy.run), course(plain.scope(), plain.run), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_state_that_a_run_makes_unforeseen_is_whole_and_goes_when_none_is_loaded(
+    strategy: sg.MirroredStrategy,
+) -> None:
+    def course(scope: Any, run: Callable[..., Any]) -> Any:
+        torch.manual_seed(0)
+        with scope:
+            first, second = nn.Linear(64, 64), nn.Linear(64, 64)  # large enough to be cut
+            optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, changes: bool = False) -> None:
+            if changes:
+                optimizer.param_groups[0]["momentum"] = 0.9
+                optimizer.add_param_group({"params": second.parameters(), "momentum": 0.5})
+            optimizer.zero_grad()
+            second(first(x)).square().mean().backward()
+            optimizer.step()
+
+        x = torch.randn(6, 64)
+        run(step, args=(x,))
+        run(step, args=(x, True))
+        states = [copy.deepcopy(optimizer.state_dict())]
+        run(step, args=(x,))
+        optimizer.load_state_dict({**states[0], "state": {}})
+        run(step, args=(x,))
+        states.append(optimizer.state_dict())
+        return states, [each.detach() for each in (*first.parameters(), *second.parameters())]
+
+    plain = sg.OneDeviceStrategy("cpu:0")
+    (states, weights), expected = course(strategy.scope(), strategy.run), course(plain.scope(), plain.run)
+    assert len(states[0]["state"]) == 4
+    torch.testing.assert_close((states, weights), expected)
 
 
 def test_group_of_parameters_from_outside_is_refused(strategy: sg.MirroredStrategy) -> None:

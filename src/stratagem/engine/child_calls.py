@@ -25,6 +25,7 @@ from stratagem.objects.functions import ReceivedFunctions
 from stratagem.processes.allocator import keep_freed_memory
 from stratagem.processes.child import this_child
 from stratagem.processes.region import Region
+from stratagem.variables.slots import Slots
 
 
 class Answer(NamedTuple):
@@ -161,14 +162,9 @@ def fetch(number: int) -> Any:
     return _results.values.pop(number)
 
 
-def optimizer_state(key: int, name: int) -> Any:
-    """This replica's chunk of an optimizer's state."""
-    return _joined[key].updates[name].state()
-
-
-def load_optimizer_state(key: int, name: int, states: dict[int, dict[str, Any]]) -> None:
-    """Takes this replica's chunk of an optimizer's state."""
-    _joined[key].updates[name].load(states)
+def take_slots(key: int, name: int, slots: Slots, loaded: bool) -> None:
+    """Takes the memory in which the state of an optimizer lies."""
+    _joined[key].updates[name].take_slots(slots, loaded=loaded)
 
 
 def load_whole_state(key: int, name: int, state: dict[str, Any]) -> None:

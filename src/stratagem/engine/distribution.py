@@ -23,7 +23,8 @@ from stratagem.objects.tracking import Tracker
 from stratagem.processes.packing import can_be_packed, find_unsendable, pack
 from stratagem.processes.registry import Registry
 from stratagem.variables.agreement import settings_of
-from stratagem.variables.slices import SplitUpdate, whole_state
+from stratagem.variables.optimizer_slices import parameters_of
+from stratagem.variables.slices import SplitUpdate
 
 
 class Receivers(Protocol):
@@ -119,6 +120,9 @@ class Distribution:
         for obj in live.values():
             if isinstance(obj, torch.optim.Optimizer):
                 self._check_optimizer(obj, set())  # groups may have been added
+        for name, update in own.updates.items():
+            if name in live:
+                self._give_slots(update, name)
         # What is kept once, the others do not need.
         reloaded, self._reloaded = (set() if own.recipe.kept_on else self._reloaded), set()
         for name in reloaded & live.keys():
@@ -234,7 +238,7 @@ class Distribution:
                 self._check_optimizer(obj, new)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, new: set[int]) -> None:
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = parameters_of(optimizer)
         foreign = [each for each in parameters if each not in self.registry and id(each) not in new]
         if foreign:
             self.tracker.refuse_if_elsewhere(foreign[0])
@@ -244,30 +248,27 @@ class Distribution:
                 f"it inside, before the optimizer, or call strategy.adopt(model)"
             )
 
-    def _whole_state(self, update: SplitUpdate, name: int) -> dict[torch.Tensor, dict[str, Any]]:
-        chunks = self._replicas.ask_children(child_calls.optimizer_state, self._replicas.key, name)
-        return whole_state(update.optimizer, [update.state(), *chunks])
+    def _give_slots(self, update: SplitUpdate, name: int, *, loaded: bool = False) -> None:
+        """Gives all replicas memory for the state of an optimizer, where they need other than they have."""
+        slots = update.new_slots(loaded=loaded)
+        if slots is not None:
+            self._replicas.ask_children(child_calls.take_slots, self._replicas.key, name, slots, loaded)
+            update.take_slots(slots, loaded=loaded)
 
     def _show_whole_state(self, update: SplitUpdate, name: int) -> None:
-        """Lets the controller's optimizer show and take the state that is spread over the replicas."""
+        """Lets the controller's optimizer show and take the state that all replicas share."""
         kind, distribution = type(update.optimizer), weakref.proxy(self)
 
-        def gather() -> dict[str, Any]:
-            optimizer = update.optimizer
-            optimizer.state.update(distribution._whole_state(update, name))
-            try:
-                return kind.state_dict(optimizer)
-            finally:
-                optimizer.state.clear()
+        def state_dict() -> dict[str, Any]:
+            distribution._give_slots(update, name)  # a run may have added parameters
+            return kind.state_dict(update.optimizer)
 
-        def scatter(state: dict[str, Any]) -> None:
+        def load(state: dict[str, Any]) -> None:
             kind.load_state_dict(update.optimizer, state)
-            states = update.take_whole_state()
-            replicas = distribution._replicas
-            replicas.ask_children(child_calls.load_optimizer_state, replicas.key, name, states)
+            distribution._give_slots(update, name, loaded=True)
 
-        update.optimizer.state_dict = gather  # type: ignore[method-assign]
-        update.optimizer.load_state_dict = scatter  # type: ignore[method-assign,assignment]
+        update.optimizer.state_dict = state_dict  # type: ignore[method-assign]
+        update.optimizer.load_state_dict = load  # type: ignore[method-assign,assignment]
 
     def _pass_on_state(self, optimizer: torch.optim.Optimizer, name: int) -> None:
         """Lets all replicas have the state that the controller loads into an optimizer that runs whole."""

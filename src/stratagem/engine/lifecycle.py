@@ -27,7 +27,7 @@ from stratagem.objects.tracking import Tracker
 from stratagem.processes.group import ChildGroup
 from stratagem.processes.losses import Fatal, raise_first
 from stratagem.processes.registry import Registry
-from stratagem.variables.slices import SplitUpdate, whole_state
+from stratagem.variables.slices import SplitUpdate
 
 _keys = itertools.count(1)
 
@@ -219,7 +219,7 @@ class ReplicaResources(Resources):
     runtime: Replica | None = None
 
     def bring_state_home(self) -> None:
-        """Gives the program's optimizers the state that is spread over the replicas."""
+        """Gives the program's optimizers what replicas have made outside of the memory that all share."""
         updates = self.runtime.updates if self.runtime is not None else {}
         with contextlib.suppress(Exception):  # what a dead child had is lost
             for name, update in updates.items():
@@ -227,11 +227,12 @@ class ReplicaResources(Resources):
                     self._bring_home(name, update)
 
     def _bring_home(self, name: int, update: SplitUpdate) -> None:
-        optimizer = update.optimizer
-        self.group.call_all(child_calls.optimizer_state, self.key, name)
-        chunks = self.group.collect(closing=True)
-        raise_first(None, self.group.failures())
-        optimizer.state.update(whole_state(optimizer, [update.state(), *chunks]))
+        slots = update.new_slots()
+        if slots is not None:
+            self.group.call_all(child_calls.take_slots, self.key, name, slots, False)
+            self.group.collect(closing=True)
+            raise_first(None, self.group.failures())
+            update.take_slots(slots)
 
     def end(self) -> None:
         self.group.stop()

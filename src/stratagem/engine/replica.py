@@ -6,8 +6,6 @@ only here, is chosen where variables lie and how gradients travel (`copies`).
 """
 
 import contextlib
-import functools
-import inspect
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +33,7 @@ from stratagem.processes.region import Region
 from stratagem.variables import buffers
 from stratagem.variables.central_updates import CentralUpdate
 from stratagem.variables.copies import Copies
+from stratagem.variables.optimizer_slices import parameters_of, unwrap_zero_grad
 from stratagem.variables.private import PrivateCopies
 from stratagem.variables.shared import SharedCopies
 from stratagem.variables.slices import SplitUpdate
@@ -145,8 +144,6 @@ class Replica:
         update = self.copies.split(optimizer, self)
         if update is not None:
             self.updates[name] = update
-            if optimizer.state:
-                update.take_whole_state()
         elif self.device.type != "cpu" and not self.recipe.kept_on:
             _follow(optimizer)
         once = CentralUpdate(self, torch.device(self.recipe.kept_on)) if self.recipe.kept_on else None
@@ -164,17 +161,14 @@ class Replica:
             if once is not None and closure is None:
                 once.step(own, whole)
                 return None
-            parameters = [each for group in own.param_groups for each in group["params"]]
-            if closure is None and not self.may_update(parameters):
+            if closure is None and not self.may_update(parameters_of(own)):
                 return None
             return whole(own) if closure is None else whole(own, closure)
 
         _torch.mark_wrapped(step)
         optimizer.step = step  # type: ignore[method-assign]
-        if self.rank and type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
-            # Without its wrapper, which imports torch's compiler: children have no other use for it.
-            bare = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-            optimizer.zero_grad = functools.partial(bare, weakref.proxy(optimizer))  # type: ignore[method-assign]
+        if self.rank:
+            unwrap_zero_grad(optimizer)
 
     # A run
 

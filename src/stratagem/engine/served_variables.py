@@ -24,6 +24,7 @@ from stratagem.parameters.network.shard_states import StateOfAll
 from stratagem.parameters.partitioning import Partitioner, make_plan
 from stratagem.parameters.protocol import Outcome, Plain, Variable, Verdict, describe_optimizer, plain_options
 from stratagem.parameters.shard import OPTIMIZERS
+from stratagem.variables.optimizer_slices import parameters_of, step_with_hooks
 
 
 @final
@@ -206,29 +207,15 @@ class ClusterVariables:
                 return None
             if not context.state.replicas:
                 raise StrategyError("optimizer.step() was called outside strategy.run; call it in what you run")
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
             _torch.mark_stepped(own)
-            self._step(number, own)
-            return loss
+            return step_with_hooks(own, functools.partial(self._push_gradients, number, own), closure)
 
         _torch.mark_wrapped(step)
         optimizer.step = step  # type: ignore[method-assign]
 
-    def _step(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        for before in _torch.step_pre_hooks(optimizer):
-            before(optimizer, (), {})
-        gradients = {
-            self._names[id(each)]: each.grad
-            for group in optimizer.param_groups
-            for each in group["params"]
-            if each.grad is not None
-        }
+    def _push_gradients(self, number: int, optimizer: torch.optim.Optimizer) -> None:
+        gradients = {self._names[id(each)]: each.grad for each in parameters_of(optimizer) if each.grad is not None}
         self._push(number, gradients, plain_options(optimizer))
-        for after in _torch.step_post_hooks(optimizer):
-            after(optimizer, (), {})
 
     def _push(self, number: int, gradients: dict[str, torch.Tensor], options: tuple[dict[str, Plain], ...]) -> None:
         bad = next((name for name, gradient in gradients.items() if not is_finite_gradient(gradient)), None)
@@ -318,10 +305,9 @@ def _require_torchs(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _require_known(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise StrategyError(
-                    f"optimizer {type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that "
-                    f"was not made in the scope; make model and optimizer inside the same scope"
-                )
+    for parameter in parameters_of(optimizer):
+        if id(parameter) not in names:
+            raise StrategyError(
+                f"optimizer {type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that "
+                f"was not made in the scope; make model and optimizer inside the same scope"
+            )

@@ -7,7 +7,6 @@ is applied whole or not at all, and at most once.
 
 import inspect
 import math
-from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, final
 
@@ -17,15 +16,9 @@ from stratagem import _dtypes
 from stratagem.collectives.collective import is_finite
 from stratagem.errors import ParameterError
 from stratagem.parameters.protocol import OptimizerSpec, Outcome, Piece, Plain, Pulled, Push, Rows, ShardPlan, Verdict
+from stratagem.variables.optimizer_slices import ELEMENTWISE, bare_step, over
 
-OPTIMIZERS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
-        *(torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.Rprop),
-        torch.optim.SparseAdam,
-    )
-}
+OPTIMIZERS: dict[str, Any] = {**ELEMENTWISE, "SparseAdam": torch.optim.SparseAdam}
 """What a shard can be told to apply. All treat each element by itself, so that rows may lie apart."""
 
 _TAKES_ROWS = frozenset({torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam})
@@ -216,7 +209,7 @@ class _Applier:
                     f"SGD without momentum, Adagrad or SparseAdam for tables with sparse gradients"
                 )
         self._kind = OPTIMIZERS[spec.kind]
-        self._step = inspect.unwrap(self._kind.step)
+        self._step = bare_step(self._kind)
         self._names = [name for names, _ in spec.groups for name in names if name in values]
         held = [[values[name] for name in names if name in values] for names, _ in spec.groups]
         try:
@@ -226,14 +219,13 @@ class _Applier:
                 {**_listed(options), "params": own or [torch.zeros(1)]}
                 for (_, options), own in zip(spec.groups, held, strict=True)
             ]
-            built = self._kind(given, **_shared_by(self._kind, given)) if given else None
+            given = given or [{"params": [torch.zeros(1)]}]
+            built = self._kind(given, **_shared_by(self._kind, given))
         except (TypeError, ValueError) as error:
             raise ParameterError(f"{spec.kind} does not take these options: {error}") from error
-        groups = built.param_groups if built is not None else []
-        state = {each: built.state[each] for own in held for each in own if built is not None and each in built.state}
-        groups = [{**group, "params": own} for group, own in zip(groups, held, strict=True)]
-        self._optimizer: Any = object.__new__(self._kind)
-        self._optimizer.__setstate__({"defaults": {}, "state": defaultdict(dict, state), "param_groups": groups})
+        groups = [{**group, "params": own} for group, own in zip(built.param_groups, held, strict=False)]
+        state = {each: built.state[each] for own in held for each in own if each in built.state}
+        self._optimizer = over(built, groups, state)
         self._values = {name: values[name] for name in self._names}
 
     def why_refused(self, gradients: Mapping[str, Any], options: Sequence[Mapping[str, Plain]] | None) -> str:

@@ -4,7 +4,7 @@ For `CentralStorageStrategy`, and optimizers that cannot be split: replica 0 run
 has its state, and what it wrote is then everyone's.
 """
 
-from collections import defaultdict
+import functools
 from collections.abc import Callable
 from typing import Any, cast, final
 
@@ -12,6 +12,14 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stratagem import _torch
+from stratagem.variables.optimizer_slices import (
+    bare_step,
+    copy_attributes,
+    copy_options,
+    over,
+    parameters_of,
+    step_with_hooks,
+)
 from stratagem.variables.participant import Updating
 
 
@@ -33,28 +41,31 @@ class CentralUpdate:
 
     def step(self, optimizer: torch.optim.Optimizer, whole: Callable[..., Any]) -> None:
         """Updates, and makes it known to all replicas; every one must come here."""
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = parameters_of(optimizer)
         self._runtime.publish_written()
         if self._runtime.may_update(parameters):
             if self._runtime.rank == 0:
                 if self._runtime.device == self._kept_on:
                     whole(optimizer)
                 else:
-                    self._step_elsewhere(optimizer, whole)
+                    self._step_elsewhere(optimizer)
             self._runtime.share_from_first(parameters)
 
+    def _step_elsewhere(self, optimizer: torch.optim.Optimizer) -> None:
+        step_with_hooks(optimizer, functools.partial(self._update_elsewhere, optimizer))
+
     @torch.no_grad()
-    def _step_elsewhere(self, optimizer: torch.optim.Optimizer, whole: Callable[..., Any]) -> None:
+    def _update_elsewhere(self, optimizer: torch.optim.Optimizer) -> None:
         """Lets the optimizer work on the copies that are kept, and brings the result back."""
         groups = [
             {**group, "params": [self._copy_of(each) for each in group["params"]]} for group in optimizer.param_groups
         ]
-        inner = object.__new__(type(optimizer))
-        state = {self._copy_of(each): own for each, own in optimizer.state.items()}
-        inner.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict, state), "param_groups": groups})
+        inner = over(optimizer, groups, {self._copy_of(each): own for each, own in optimizer.state.items()})
         for parameter, (copy, _) in self._kept.items():
             copy.grad = None if parameter.grad is None else parameter.grad.to(self._kept_on)
-        whole(inner)
+        bare_step(type(optimizer))(inner)
+        copy_attributes(inner, optimizer)
+        copy_options(inner, optimizer)
         for parameter, (copy, _) in list(self._kept.items()):
             if copy.grad is not None:
                 parameter.copy_(copy)

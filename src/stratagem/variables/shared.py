@@ -132,7 +132,7 @@ class SharedCopies(Copies):
         return [tensor for store in self._parameters for tensor in store.tensors if tensor is not None]
 
     def split(self, optimizer: torch.optim.Optimizer, replica: Updating) -> SplitUpdate | None:
-        return SplitUpdate(optimizer, self, replica) if can_be_split(optimizer) else None
+        return SplitUpdate(optimizer, self, replica, self._signals.size) if can_be_split(optimizer) else None
 
     def take_written(self) -> Written:
         """No value travels but gradients: the pages that the controller wrote to become everyone's."""

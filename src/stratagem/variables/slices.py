@@ -1,47 +1,37 @@
 """Makes `optimizer.step()` update each part of the parameters in one replica only.
 
 Parameters of all replicas are the same memory, so an update done by all would be done many times.
-Optimizers that treat every element alike (`ELEMENTWISE`) are split: each replica runs the same
-optimizer on its own chunk, and keeps the optimizer's state for that chunk only. Any other optimizer
-runs whole in every replica, on that replica's own copy of the pages.
+Optimizers that treat every element alike are split: each replica runs the same optimizer on its own
+chunk, with the state of that chunk. The state lies in memory that all share (`slots`), so that the
+user's optimizer shows all of it. Any other optimizer runs whole in every replica, on that replica's
+own copy of the pages.
 """
 
-import inspect
 import itertools
 import weakref
-from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
 
-from stratagem import _torch
-from stratagem.variables.participant import Located, Updating
-from stratagem.variables.store import Placement, laid_out
-
-# Elements that are updated at a time: the passes of an optimizer over them, and what it allocates, stay in the
-# cache. For Adam with large layers that is more than twice as fast.
-_BLOCK = 256 * 1024
-
-ELEMENTWISE = frozenset(
-    {
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adamax,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-    }
+from stratagem.collectives.exchange import chunk_of
+from stratagem.variables.optimizer_slices import (
+    bare_step,
+    copy_options,
+    is_elementwise,
+    over,
+    parameters_of,
+    step_with_hooks,
 )
+from stratagem.variables.participant import Located, Updating
+from stratagem.variables.slots import Form, Layout, Part, Slots, blocks, forms_of
+from stratagem.variables.store import Placement, laid_out, piece
 
 
 def can_be_split(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer does the same to every element, whatever its neighbours."""
     different = any(group.get("differentiable") for group in optimizer.param_groups)
-    return type(optimizer) in ELEMENTWISE and not different
+    return is_elementwise(optimizer) and not different
 
 
 @final
@@ -52,19 +42,24 @@ class SplitUpdate:
         optimizer: The optimizer that the user made, over whole parameters.
         copies: Where the parameters lie.
         runtime: The replica.
+        size: How many replicas share the parameters.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, copies: Located, runtime: Updating) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, copies: Located, runtime: Updating, size: int) -> None:
         # Not kept alive: in the controller the optimizer is the program's.
         self._optimizer = weakref.ref(optimizer)
         self._copies = weakref.proxy(copies)
         self._runtime = weakref.proxy(runtime)
+        self._size = size
+        self._slots = Slots((), ())
+        self._signature: Any = None
         self._parts: list[tuple[int, torch.Tensor, int, int]] = []
-        self.inner: Any = None
-        self._num_parameters = -1
-        # Without its wrappers (profiler, gradient mode): they import torch's compiler, 800 modules that
-        # a child has no other use for.
-        self._bare_step = inspect.unwrap(type(optimizer).step)
+        self._private: list[torch.Tensor] = []  # parts for whose state there is no shared memory yet
+        self._unshared: list[tuple[torch.Tensor, Part]] = []  # parts that have made no state yet
+        self._hidden: dict[int, int] = {}  # parameters whose state the user's optimizer does not show yet: their names
+        self._inner: Any = None
+        self._ids: list[int] = []  # of the parameters that the parts are of
+        self._bare_step = bare_step(type(optimizer))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -76,26 +71,22 @@ class SplitUpdate:
 
     def step(self, closure: Any = None) -> Any:
         """What `optimizer.step()` does in a replica."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        optimizer = self.optimizer
-        for hook in _torch.step_pre_hooks(optimizer):
-            hook(optimizer, (), {})
-        with self._runtime.split_update(_parameters(optimizer)) as may_update:
+        return step_with_hooks(self.optimizer, self._update_if_allowed, closure)
+
+    def _update_if_allowed(self) -> None:
+        with self._runtime.split_update(parameters_of(self.optimizer)) as may_update:
             if may_update:
                 self._update()
-        for hook in _torch.step_post_hooks(optimizer):
-            hook(optimizer, (), {})
-        return loss
+        if may_update and self._hidden:
+            parameters = parameters_of(self.optimizer)
+            if any(parameters[number].grad is not None for number in self._hidden):
+                self._show()  # now that all replicas have made theirs
 
     def _update(self) -> None:
-        if self._num_parameters != sum(len(group["params"]) for group in self.optimizer.param_groups):
+        parameters = parameters_of(self.optimizer)
+        if self._ids != list(map(id, parameters)):
             self._build()
-        for group, inner in zip(self.optimizer.param_groups, self.inner.param_groups, strict=True):
-            inner.update({key: value for key, value in group.items() if key != "params"})
-        parameters = _parameters(self.optimizer)
+        copy_options(self.optimizer, self._inner)
         gradients: dict[int, torch.Tensor] = {}
         for number, part, first, last in self._parts:
             parameter = parameters[number]
@@ -104,106 +95,133 @@ class SplitUpdate:
                 continue
             if number not in gradients:  # once for all blocks of a parameter
                 gradients[number] = laid_out(parameter.grad, self._placement(parameter))
-            part.grad = _piece(gradients[number], first, last)
+            part.grad = piece(gradients[number], first, last)
         with torch.no_grad():
-            self._bare_step(self.inner)
+            self._bare_step(self._inner)
+        if self._unshared:
+            self._share()
         for _, part, _, _ in self._parts:
             part.grad = None  # it would keep the whole gradient alive, and the next pass would copy it
         # Written through another view: autograd must still notice that the values it saved are gone.
         torch.autograd.graph.increment_version([each for each in parameters if each.grad is not None])
 
     def _build(self) -> None:
-        """Makes the inner optimizer over this replica's chunk, keeping the state that it has."""
-        state = self.inner.state if self.inner is not None else {}
-        old = {(number, first): state.get(part) for number, part, first, _ in self._parts}
-        self._parts, groups, numbers = [], [], itertools.count()
+        """Makes the inner optimizer over this replica's chunk, with the state that there is."""
+        state = self._inner.state if self._inner is not None else {}
+        old = {part.data_ptr(): state.get(part) for part in self._private}
+        places = {(part.name, part.first): part for part in self._slots.parts}
+        names = {part.name for part in self._slots.parts}
+        self._parts, self._private, self._unshared, self._hidden = [], [], [], {}
+        groups, numbers = [], itertools.count()
+        known: dict[torch.Tensor, dict[str, Any]] = {}
         for group in self.optimizer.param_groups:
             parts = []
             for parameter in group["params"]:
-                number = next(numbers)
-                begin, stop = self._copies.own_part(parameter)
-                for first in range(begin, stop, _BLOCK):
-                    last = min(first + _BLOCK, stop)
+                number, placement = next(numbers), self._placement(parameter)
+                for first, last in blocks(*self._copies.own_part(parameter)):
                     part = self._copies.shared_part(parameter, first, last)
                     self._parts.append((number, part, first, last))
                     parts.append(part)
+                    place = places.get((placement.name, first))
+                    if place is not None and self._slots.cell(place.flag):
+                        known[part] = {cell.key: self._slots.cell(cell) for cell in place.cells}
+                        continue
+                    if kept := old.get(part.data_ptr()):
+                        known[part] = kept
+                    if place is None:
+                        self._private.append(part)
+                    else:
+                        self._unshared.append((part, place))
+                if placement.name in names:
+                    self._hidden[number] = placement.name
             groups.append({**group, "params": parts})
-        self.inner = object.__new__(type(self.optimizer))
-        self.inner.__setstate__(
-            {"defaults": self.optimizer.defaults, "state": defaultdict(dict), "param_groups": groups}
-        )
-        for number, part, first, _ in self._parts:
-            if kept := old.get((number, first)):
-                self.inner.state[part] = kept
-        self._num_parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        self._inner = over(self.optimizer, groups, known)
+        self._ids = list(map(id, parameters_of(self.optimizer)))
+
+    def _share(self) -> None:
+        """Moves state that this replica has made into shared memory."""
+        for part, place in self._unshared:
+            if state := self._inner.state.get(part):
+                for cell in place.cells:
+                    if cell.key in state:
+                        state[cell.key] = self._slots.cell(cell).copy_(state[cell.key])
+                self._slots.cell(place.flag).fill_(1)
+        self._unshared = [(part, place) for part, place in self._unshared if not self._inner.state.get(part)]
+
+    def _show(self) -> None:
+        """Lets the user's optimizer have the state of whole parameters, where it lies."""
+        parameters, views = parameters_of(self.optimizer), self._slots.views()
+        for number, name in list(self._hidden.items()):
+            if found := views.get(name):
+                self.optimizer.state[parameters[number]].update(found)
+                del self._hidden[number]
+
+    def new_slots(self, *, loaded: bool = False) -> Slots | None:
+        """In the controller: memory for the state, if that which there is does not fit any more.
+
+        Args:
+            loaded: Whether the user's optimizer has been given another state.
+        """
+        optimizer = self.optimizer
+        signature = [_signature(group) for group in optimizer.param_groups]
+        if signature == self._signature and not loaded:
+            return None
+        layout, slots = self._layout(), self._slots
+        if layout.parts != slots.parts:
+            slots = layout.make()
+        if slots is not self._slots or loaded:
+            slots.write(
+                {self._placement(each).name: optimizer.state.get(each, {}) for each in parameters_of(optimizer)}
+            )
+        self._signature = signature
+        return slots if slots is not self._slots or loaded else None
+
+    def take_slots(self, slots: Slots, *, loaded: bool = False) -> None:
+        """Takes the memory of the state; what this replica has made elsewhere moves there.
+
+        Args:
+            slots: The memory.
+            loaded: Whether its state is to be that of the memory, whatever it has.
+        """
+        if loaded:
+            self._private = []
+        self._slots = slots
+        self._build()
+        self._share()
+        self._show()
+
+    def _layout(self) -> Layout:
+        optimizer, layout, numbers = self.optimizer, Layout(), itertools.count()
+        for group in optimizer.param_groups:
+            tried: dict[torch.dtype, list[Form]] = {}  # those that have no state yet will have one alike
+            for parameter in group["params"]:
+                number = next(numbers)
+                if optimizer.state.get(parameter):
+                    forms = forms_of(optimizer, group, parameter, is_flat=True)
+                elif not parameter.requires_grad:
+                    continue
+                else:
+                    if parameter.dtype not in tried:
+                        tried[parameter.dtype] = forms_of(optimizer, group, parameter, is_flat=True)
+                    forms = tried[parameter.dtype]
+                if forms:
+                    layout.add(number, self._placement(parameter), forms, list(self._ranges(parameter)))
+        return layout
+
+    def _ranges(self, parameter: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """What all replicas update of a parameter at a time."""
+        store, placement = self._copies.find(parameter)
+        for rank in range(self._size):
+            start, end = (each - placement.offset for each in chunk_of(rank, self._size, store.num_elements))
+            yield from blocks(max(0, start), min(placement.numel, end))
 
     def _placement(self, parameter: torch.Tensor) -> Placement:
         placement: Placement = self._copies.find(parameter)[1]
         return placement
 
-    def state(self) -> list[tuple[int, int, int, dict[str, Any]]]:
-        """This chunk's state: for each part the number of its parameter, its range, and its values."""
-        if self.inner is None:
-            return []
-        return [
-            (number, first, last, {key: _own(value) for key, value in self.inner.state[part].items()})
-            for number, part, first, last in self._parts
-            if self.inner.state.get(part)
-        ]
 
-    def take_whole_state(self) -> dict[int, dict[str, Any]]:
-        """Takes this chunk's share of the state that the user's optimizer has; returns all of it."""
-        parameters = _parameters(self.optimizer)
-        states = {
-            number: dict(self.optimizer.state[each])
-            for number, each in enumerate(parameters)
-            if each in self.optimizer.state
-        }
-        self.optimizer.state.clear()
-        self.load(states)
-        return states
-
-    def load(self, states: dict[int, dict[str, Any]]) -> None:
-        """Takes this chunk's share of the state of whole parameters."""
-        self.inner = None
-        self._build()
-        for number, parameter in enumerate(_parameters(self.optimizer)):
-            parts = [each for each in self._parts if each[0] == number]
-            for key, value in states.get(number, {}).items():
-                whole = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
-                ordered = laid_out(value, self._placement(parameter)) if whole and parts else value
-                for _, part, first, last in parts:
-                    self.inner.state[part][key] = _own(_piece(ordered, first, last) if whole else value)
-
-
-def whole_state(
-    optimizer: torch.optim.Optimizer, chunks: list[list[tuple[int, int, int, dict[str, Any]]]]
-) -> dict[torch.Tensor, dict[str, Any]]:
-    """Puts the state of whole parameters together from all replicas' chunks."""
-    parameters = _parameters(optimizer)
-    whole: dict[torch.Tensor, dict[str, Any]] = {}
-    for number, first, last, values in (part for chunk in chunks for part in chunk):
-        parameter = parameters[number]
-        own = whole.setdefault(parameter, {})
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == last - first:
-                form = torch.empty_like(parameter, memory_format=torch.preserve_format)
-                full = own.setdefault(key, torch.empty_strided(form.shape, form.stride(), dtype=value.dtype))
-                full.as_strided((last - first,), (1,), first).copy_(value)
-            else:
-                own[key] = value
-    return whole
-
-
-def _own(value: Any) -> Any:
-    """The value, not shared with whoever has it now: optimizers change their state in place."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _piece(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Elements of a tensor, in the order of its memory."""
-    return tensor.as_strided((last - first,), (1,), tensor.storage_offset() + first)
+def _signature(group: Mapping[str, Any]) -> Any:
+    """Differs where a group may have other state: of other parameters, or by options that are on and were off."""
+    parameters = group["params"]
+    options = {key: bool(value) for key, value in group.items() if key != "params"}
+    return list(map(id, parameters)), [each.requires_grad for each in parameters], options

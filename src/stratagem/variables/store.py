@@ -123,6 +123,11 @@ def laid_out(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
     return torch.empty_strided(placement.shape, placement.stride, dtype=tensor.dtype).copy_(tensor)
 
 
+def piece(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Elements of a tensor as a flat vector, in the order of its memory."""
+    return tensor.as_strided((last - first,), (1,), tensor.storage_offset() + first)
+
+
 def shaped(flat: torch.Tensor, placement: Placement) -> torch.Tensor:
     """The tensor of a placement, as a view of a flat vector that is laid out like its store."""
     return flat.as_strided(placement.shape, placement.stride, flat.storage_offset() + placement.offset)

@@ -19,6 +19,7 @@ from stratagem.parameters.local.gradient_slots import GradientSlots
 from stratagem.parameters.local.shared_variables import Held, LocalVariables, SharedMemoryOfShards
 from stratagem.parameters.local.slot_memory import StateMemory, layout_of, make_memory
 from stratagem.processes.registry import Registry
+from stratagem.variables.optimizer_slices import parameters_of
 from stratagem.variables.slices import SplitUpdate
 
 _OVERRIDDEN = ("step", "state_dict", "load_state_dict")
@@ -212,19 +213,19 @@ class MainProgram:
                     self._signatures[name] = signature
 
     def _give_memory(self, name: int, optimizer: torch.optim.Optimizer) -> None:
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        parameters = parameters_of(optimizer)
         names = [cast(int, self._registry.reference(each)) for each in parameters]
         before = self._states.get(name)
         layout = layout_of(optimizer, names, self.variables)
-        if before is not None and before[0].parts == layout.parts:
+        if before is not None and before[0].slots.parts == layout.parts:
             return
         self._workers.settle()
-        states = before[0].read(self.variables) if before is not None else self._states_at_home(optimizer)
+        states = before[0].slots.read() if before is not None else self._states_at_home(optimizer)
         memory = make_memory(layout, self.variables)
         if before is not None:
             self.variables.journal.drop(before[0].targets)
         self.variables.journal.targets += memory.targets
-        memory.write(states, self.variables)
+        memory.slots.write(states)
         optimizer.state.clear()
         board, locks, num_shards = self.variables.board, self.variables.memory.locks, self.variables.memory.num_shards
         slots = (
@@ -269,7 +270,7 @@ class MainProgram:
 
     def bring_home(self, name: int, optimizer: torch.optim.Optimizer) -> None:
         """Gives the program's optimizer a copy of its state; nobody changes that meanwhile."""
-        states = self._states[name][0].read(self.variables)
+        states = self._states[name][0].slots.read()
         for group in optimizer.param_groups:
             for each in group["params"]:
                 own = self._registry.reference(each)
@@ -278,7 +279,7 @@ class MainProgram:
 
     def take_home(self, name: int, optimizer: torch.optim.Optimizer) -> None:
         """Makes the state that the program's optimizer has that of all workers."""
-        self._states[name][0].write(self._states_at_home(optimizer), self.variables)
+        self._states[name][0].slots.write(self._states_at_home(optimizer))
         self.variables.board.state_version += 1
         optimizer.state.clear()
 

@@ -7,7 +7,6 @@ Owns what a step means there: its values are pulled, its gradients stay its own 
 
 import dataclasses
 import functools
-import inspect
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from stratagem.parameters.local.slot_memory import StateMemory
 from stratagem.processes.allocator import give_back
 from stratagem.processes.child import this_child
 from stratagem.variables import buffers
+from stratagem.variables.optimizer_slices import parameters_of, step_with_hooks, unwrap_zero_grad
 
 _FRESH_S = 1e-3  # for so long after a pull another one would bring next to nothing
 _NUM_EARLY_STEPS = 2
@@ -178,10 +178,7 @@ class WorkerRuntime:
         push = functools.partial(self._step_of, weakref.ref(optimizer), update, slots)
         _torch.mark_wrapped(push)
         optimizer.step = push
-        if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
-            # Without its wrapper, which imports torch's compiler: workers have no other use for it.
-            bare = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-            optimizer.zero_grad = functools.partial(bare, weakref.proxy(optimizer))
+        unwrap_zero_grad(optimizer)
 
     def _read_under_lock(self, module: torch.nn.Module) -> None:
         """Lets a table be read only while nobody changes it."""
@@ -262,15 +259,12 @@ class WorkerRuntime:
             raise StrategyError(
                 "optimizer.step() was called outside strategy.run; call it in the function that you run"
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         optimizer: Any = held()
         _torch.mark_stepped(optimizer)
-        for hook in _torch.step_pre_hooks(optimizer):
-            hook(optimizer, (), {})
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        return step_with_hooks(optimizer, functools.partial(self._push_gradients, optimizer, update, slots), closure)
+
+    def _push_gradients(self, optimizer: Any, update: SharedUpdate, slots: GradientSlots | None) -> None:
+        parameters = parameters_of(optimizer)
         gradients = [None if each.grad is None else as_gradient(each.grad) for each in parameters]
         may_push = self._may_push(parameters, gradients)
         if self._round is not None and slots is not None:
@@ -281,9 +275,6 @@ class WorkerRuntime:
         if may_push:
             self._updated = True
             self._writes.note_update(each for each in parameters if each.grad is not None)
-        for hook in _torch.step_post_hooks(optimizer):
-            hook(optimizer, (), {})
-        return loss
 
     def _may_push(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> bool:
         if not _has_any(gradients):

@@ -15,8 +15,10 @@ from stratagem.collectives.collective import is_finite
 from stratagem.parameters.local.board import NUM_BUCKETS, Board
 from stratagem.parameters.local.journal import Saving, Target
 from stratagem.parameters.local.shared_variables import TABLE, Held, LocalVariables
-from stratagem.parameters.local.slot_memory import ELEMENTWISE, Part, StateMemory, bare_step, over, shared_part
-from stratagem.variables.store import laid_out
+from stratagem.parameters.local.slot_memory import StateMemory, shared_part
+from stratagem.variables.optimizer_slices import bare_step, copy_options, is_elementwise, over
+from stratagem.variables.slots import Part
+from stratagem.variables.store import laid_out, piece
 
 
 @final
@@ -44,11 +46,12 @@ class SharedUpdate:
         self._variables = variables
         self._worker = worker
         self._rate_of = rate_of
-        self._step = bare_step(optimizer)
-        self._is_elementwise = type(optimizer) in ELEMENTWISE
-        self._parts = [(part, shared_part(part, variables), *variables.find(part.name)) for part in memory.parts]
-        self._cells = [{cell.key: (memory.cell(cell), cell.is_number) for cell in part.cells} for part in memory.parts]
-        self._has_state = any(part.cells for part in memory.parts)
+        self._step = bare_step(type(optimizer))
+        self._is_elementwise = is_elementwise(optimizer)
+        parts = memory.slots.parts
+        self._parts = [(part, shared_part(part, variables), *variables.find(part.name)) for part in parts]
+        self._cells = [{cell.key: (memory.slots.cell(cell), cell.is_number) for cell in part.cells} for part in parts]
+        self._has_state = any(part.cells for part in parts)
         self._state_version = -1
         self._without_state: list[int] = []
         self._inner: Any = None
@@ -92,10 +95,10 @@ class SharedUpdate:
         """Updates the shared values; the caller holds the shards and has saved what may change."""
         if self._inner is None:
             self._build()
-        for group, inner in zip(self._optimizer.param_groups, self._inner.param_groups, strict=True):
-            inner.update({key: value for key, value in group.items() if key != "params"})
-            if self._rate_of is not None:
-                inner["lr"] = inner["lr"] * self._rate_of(staleness)
+        copy_options(self._optimizer, self._inner)
+        if self._rate_of is not None:
+            for group in self._inner.param_groups:
+                group["lr"] = group["lr"] * self._rate_of(staleness)
         # Others may have replaced what is no tensor, or no tensor that is changed in place.
         is_old = not self._is_elementwise or self._state_version != self._variables.board.state_version
         if self._has_state and is_old:
@@ -135,8 +138,7 @@ class SharedUpdate:
                 continue
             if part.number not in ordered:
                 ordered[part.number] = laid_out(gradient, placement)
-            whole = ordered[part.number]
-            tensor.grad = whole.as_strided((part.last - part.first,), (1,), whole.storage_offset() + part.first)
+            tensor.grad = piece(ordered[part.number], part.first, part.last)
 
     def _take_state(self) -> None:
         """Lets the optimizer work on the state that all share."""
@@ -144,7 +146,7 @@ class SharedUpdate:
         self._inner.state.clear()
         self._without_state = []
         for place, (part, tensor, _, _) in enumerate(self._parts):
-            if part.cells and self._memory.cell(part.flag):
+            if part.cells and self._memory.slots.cell(part.flag):
                 self._inner.state[tensor] = self._values(place)
             elif part.cells:
                 self._without_state.append(place)
@@ -168,8 +170,8 @@ class SharedUpdate:
                 elif isinstance(value, torch.Tensor) and value is not cell:
                     cell.copy_(value)
                     state[key] = cell
-            if not self._memory.cell(part.flag):
-                self._memory.cell(part.flag).fill_(1)
+            if not self._memory.slots.cell(part.flag):
+                self._memory.slots.cell(part.flag).fill_(1)
                 has_news = True
         if has_news:
             board = self._variables.board

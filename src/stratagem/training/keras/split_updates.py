@@ -1,10 +1,11 @@
 """Lets each replica apply a Keras optimizer to its own part of the variables only, where they share memory.
 
-As for torch's optimizers (`strategies.updates`): optimizers that treat every element alike are split. For
+As for torch's optimizers (`variables.slices`): optimizers that treat every element alike are split. For
 the time of the update each variable and what the optimizer keeps for it are the replica's part alone.
 """
 
 import contextlib
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +17,8 @@ from keras.src.backend.torch.trainer import TorchTrainer
 
 from stratagem.engine import context
 from stratagem.training.keras.keras_objects import tensor_of
-
-# Not Nadam: its update also changes a number that is the same for all variables.
-_ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Lion", "Ftrl"})
+from stratagem.variables.optimizer_slices import is_elementwise
+from stratagem.variables.store import Placement, laid_out, piece, shaped
 
 
 def take_over(optimizer: Any, *, checks_gradients: bool = False) -> None:
@@ -81,7 +81,7 @@ class _Update:
         if self._parts is None or not self._parts.are_of(variables, copies):
             self._parts = None
             with contextlib.suppress(KeyError):  # what a step has just made is not distributed yet
-                if _is_elementwise(self._optimizer) and copies.own_part(tensor_of(variables[0])) is not None:
+                if is_elementwise(self._optimizer) and copies.own_part(tensor_of(variables[0])) is not None:
                     self._parts = _Parts(self._optimizer, variables, copies)
         return self._parts
 
@@ -91,14 +91,10 @@ def writes_to_weights(model: Any) -> bool:
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     return (
         type(model).train_step is not TorchTrainer.train_step
-        or not _is_elementwise(optimizer)
+        or not is_elementwise(optimizer)
         or bool(optimizer.use_ema or optimizer.gradient_accumulation_steps)
         or any(variable.constraint is not None for variable in optimizer._trainable_variables)
     )
-
-
-def _is_elementwise(optimizer: Any) -> bool:
-    return type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("keras.")
 
 
 @final
@@ -115,17 +111,19 @@ class _Parts:
         kept = _kept_by_variable(optimizer)
         self._copies = copies
         self._variables = list(variables)
-        self._spans: list[tuple[int, int, int]] = []
+        self._cuts: list[tuple[int, _Cut]] = []
         self._swaps: list[tuple[Any, torch.Tensor, Any, torch.Tensor, Any]] = []
         for number, variable in enumerate(variables):
-            first, last = copies.own_part(tensor_of(variable))
             held = [variable, *kept.get(id(variable), ())]
             # Also where this replica has no part: all must find out alike whether everything is distributed.
-            parts = [copies.shared_part(tensor_of(each), first, last) for each in held]
-            if first < last:
-                self._spans.append((number, first, last))
-                for each, part in zip(held, parts, strict=True):
-                    self._swaps.append((each, tensor_of(each), each._shape, part, (last - first,)))
+            places = [copies.find(tensor_of(each)) for each in held]
+            first, last = copies.own_part(tensor_of(variable))
+            cut = _Cut.of([placement for _, placement in places], first, last)
+            if cut.first < cut.last:
+                self._cuts.append((number, cut))
+                for each, (store, own) in zip(held, places, strict=True):
+                    part = cut(shaped(store.shared, own))
+                    self._swaps.append((each, tensor_of(each), each._shape, part, tuple(part.shape)))
 
     def are_of(self, variables: Sequence[Any], copies: Any) -> bool:
         """Whether they are still right, for an update of these variables."""
@@ -138,15 +136,50 @@ class _Parts:
 
     @contextlib.contextmanager
     def in_place(self, gradients: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], list[Any]]]:
-        """The gradients and variables of the part; inside the block each is a flat vector."""
+        """The gradients and variables of the part."""
         for each, _, _, part, shape in self._swaps:
             each._value, each._shape = part, shape
         try:
-            own = [gradients[number].contiguous().view(-1)[first:last] for number, first, last in self._spans]
-            yield own, [self._variables[number] for number, _, _ in self._spans]
+            own = [cut(gradients[number]) for number, cut in self._cuts]
+            yield own, [self._variables[number] for number, _ in self._cuts]
         finally:
             for each, whole, shape, _, _ in self._swaps:
                 each._value, each._shape = whole, shape
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """Cuts the replica's part out of a variable, its gradient and what the optimizer keeps for it.
+
+    Args:
+        placement: Of the variable.
+        first: The first of its elements, in the order of memory, or the first of its rows.
+        last: The one after the last.
+        is_flat: Whether elements are counted, and the part is a flat vector.
+    """
+
+    placement: Placement
+    first: int
+    last: int
+    is_flat: bool
+
+    @classmethod
+    def of(cls, places: Sequence[Placement], first: int, last: int) -> "_Cut":
+        """The cut for a replica that updates these elements of a variable; its own place comes first."""
+        placement = places[0]
+        if all(each.stride == placement.stride for each in places):
+            return cls(placement, first, last, is_flat=True)
+        # Equal ranges of memory would hold unequal elements: Keras makes what it keeps row-major, whatever the
+        # variable is. The ranges of all replicas join, and so do the rows that they stand for.
+        num_rows, numel = placement.shape[0], max(1, placement.numel)
+        return cls(placement, first * num_rows // numel, last * num_rows // numel, is_flat=False)
+
+    def __call__(self, whole: torch.Tensor) -> torch.Tensor:
+        """This part of a tensor of the variable's shape."""
+        if self.is_flat:
+            return piece(laid_out(whole, self.placement), self.first, self.last)
+        return whole[self.first : self.last]
 
 
 def _kept_by_variable(optimizer: Any) -> dict[int, list[Any]]:

@@ -1,0 +1,131 @@
+"""Optimizers over other tensors than those that they were made for: slices of parameters, or copies elsewhere.
+
+Owns the table of optimizers that treat each element by itself, and what `optimizer.step()` consists of
+around the update. Where the slices lie is the business of whoever calls.
+"""
+
+import functools
+import inspect
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torchs
+
+BLOCK = 256 * 1024
+"""Elements that are updated at a time: the passes of an optimizer over them, and what it allocates, stay in the cache.
+
+For Adam with large layers that is more than twice as fast.
+"""
+
+# Optimizers that do the same to every element, whatever its neighbours: torch's class, and Keras' name.
+_TABLE: tuple[tuple[type[torch.optim.Optimizer] | None, str | None], ...] = (
+    (torch.optim.SGD, "SGD"),
+    (torch.optim.Adam, "Adam"),
+    (torch.optim.AdamW, "AdamW"),
+    (torch.optim.NAdam, None),  # that of Keras also changes a number that is the same for all variables
+    (torch.optim.RAdam, None),
+    (torch.optim.Adamax, "Adamax"),
+    (torch.optim.Adadelta, "Adadelta"),
+    (torch.optim.Adagrad, "Adagrad"),
+    (torch.optim.RMSprop, "RMSprop"),
+    (torch.optim.Rprop, None),
+    (None, "Lion"),
+    (None, "Ftrl"),
+)
+ELEMENTWISE = {kind.__name__: kind for kind, _ in _TABLE if kind is not None}
+"""Those of torch, by name."""
+_OF_KERAS = frozenset(name for _, name in _TABLE if name is not None)
+
+_NOT_TAKEN_OVER = frozenset({"defaults", "state", "param_groups", "step", "zero_grad", "state_dict", "load_state_dict"})
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """Whether an optimizer of torch or Keras does the same to every element, whatever its neighbours."""
+    kind = type(optimizer)
+    if kind.__module__.startswith("keras."):
+        return kind.__name__ in _OF_KERAS
+    return kind is ELEMENTWISE.get(kind.__name__)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer, group after group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def over(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[torch.Tensor, dict[str, Any]] | None = None,
+) -> Any:
+    """An optimizer like another, over other tensors; its constructor does not run.
+
+    It has the attributes that the class has added, and no hooks.
+
+    Args:
+        optimizer: The other.
+        groups: With the tensors in the place of `params`.
+        state: By these tensors.
+    """
+    inner = object.__new__(type(optimizer))
+    own = {"defaults": optimizer.defaults, "state": defaultdict(dict, state or {}), "param_groups": list(groups)}
+    inner.__setstate__(own)
+    copy_attributes(optimizer, inner)
+    return inner
+
+
+def copy_attributes(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Gives an optimizer the attributes that the class of another has added."""
+    for key, value in source.__dict__.items():
+        if key not in _NOT_TAKEN_OVER and not key.startswith("_optimizer_"):  # these are hooks
+            target.__dict__[key] = value
+
+
+def copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    """Gives the groups of an optimizer the options that those of another have now."""
+    for given, group in zip(source.param_groups, target.param_groups, strict=True):
+        group.update({key: value for key, value in given.items() if key != "params"})
+
+
+def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """The step of a class of optimizers without hooks; gradients must be off.
+
+    Without torch's other wrappers too: they import its compiler, 800 modules that a child has no other use for.
+    """
+    is_torchs = kind.step.__module__.startswith("torch.optim.")
+    # Of a class of the user's own the outermost alone: others may be the user's.
+    bare: Callable[..., Any] = inspect.unwrap(
+        kind.step, stop=lambda each: not is_torchs and not hasattr(each, "hooked")
+    )
+    return bare
+
+
+def unwrap_zero_grad(optimizer: torch.optim.Optimizer) -> None:
+    """Lets an optimizer drop gradients without torch's wrapper, which imports its compiler."""
+    if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
+        bare = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+        optimizer.zero_grad = functools.partial(bare, weakref.proxy(optimizer))  # type: ignore[method-assign]
+
+
+def step_with_hooks(optimizer: torch.optim.Optimizer, update: Callable[[], None], closure: Any = None) -> Any:
+    """What `optimizer.step(closure)` is, with another update in the place of the optimizer's.
+
+    Returns:
+        What the closure returns; `None` if there is none.
+    """
+    given = (optimizer,) if closure is None else (optimizer, closure)
+    before = torchs._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()
+    for hook in itertools.chain(*before):
+        hook(optimizer, given, {})
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    update()
+    after = optimizer._optimizer_step_post_hooks.values(), torchs._global_optimizer_post_hooks.values()
+    for hook in itertools.chain(*after):
+        hook(optimizer, given, {})
+    return loss

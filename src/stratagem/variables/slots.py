@@ -1,0 +1,265 @@
+"""The state of optimizers in shared memory: where each value lies, and views of it.
+
+Optimizers make their state in their first step. What that will be is found out by a step on zeros, so
+that its memory is there before the first update. A slot of a parameter's shape lies as the parameter
+does, in one piece, whatever parts it is updated in: so the state of whole parameters is views of it.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+from stratagem.errors import ParameterError
+from stratagem.processes.region import Region
+from stratagem.variables.optimizer_slices import BLOCK, bare_step, over
+from stratagem.variables.store import Placement, laid_out, piece
+
+_ALIGN_BYTES = 64
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """Where one value of an optimizer's state lies.
+
+    Args:
+        key: Its name in the state.
+        region: Which of the regions of the state.
+        offset: In bytes.
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        is_number: Whether it is a number of Python's, kept as a tensor.
+    """
+
+    key: str
+    region: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_number: bool
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A range of a parameter, or all of it, with its state.
+
+    Args:
+        number: Which parameter of the optimizer, counted over all groups.
+        placement: Of the parameter.
+        first: Its first element, in the order of memory.
+        last: The one after its last.
+        is_flat: Whether the optimizer sees a flat vector.
+        flag: Where it stands whether there is a state: a cell of one number.
+        cells: The state.
+    """
+
+    number: int
+    placement: Placement
+    first: int
+    last: int
+    is_flat: bool
+    flag: Cell
+    cells: tuple[Cell, ...]
+
+    @property
+    def name(self) -> int:
+        """Of the parameter."""
+        return self.placement.name
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """The state of one optimizer, in shared memory.
+
+    Args:
+        parts: What the optimizer works on, group after group.
+        regions: The memory.
+    """
+
+    parts: tuple[Part, ...]
+    regions: tuple[Region, ...]
+
+    def cell(self, cell: Cell) -> torch.Tensor:
+        """The value of a cell, where it lies."""
+        numel = torch.Size(cell.shape).numel()
+        return self.regions[cell.region].shared(cell.dtype, cell.offset, numel).view(cell.shape)
+
+    def views(self) -> dict[int, dict[str, Any]]:
+        """The state of whole parameters, by name, where it lies; without those that have none yet.
+
+        What is not of a parameter's shape, as a count of steps, each part has for itself: shown is that of the first.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for part in self.parts:
+            if part.name not in found and self.cell(part.flag):
+                found[part.name] = {cell.key: self._whole(part, cell) for cell in part.cells}
+        return found
+
+    def _whole(self, part: Part, cell: Cell) -> Any:
+        if cell.is_number:
+            return self.cell(cell).item()
+        if not part.is_flat or not cell.shape:
+            return self.cell(cell)
+        start = cell.offset - part.first * cell.dtype.itemsize
+        flat = self.regions[cell.region].shared(cell.dtype, start, part.placement.numel)
+        return flat.as_strided(part.placement.shape, part.placement.stride)
+
+    def read(self) -> dict[int, dict[str, Any]]:
+        """Copies of the state of whole parameters, by name; the caller sees to it that nobody writes."""
+        return {
+            name: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
+            for name, own in self.views().items()
+        }
+
+    def write(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Takes the state of whole parameters, by name; the caller sees to it that nobody reads."""
+        for part in self.parts:
+            given = states.get(part.name)
+            self.cell(part.flag).fill_(1 if given else 0)
+            for cell in part.cells if given else ():
+                if given is None or given.get(cell.key) is None:
+                    continue
+                value = torch.as_tensor(given[cell.key])
+                if part.is_flat and value.dim():
+                    value = piece(laid_out(value, part.placement), part.first, part.last)
+                self.cell(cell).copy_(value.view(cell.shape))
+
+
+Form = tuple[str, tuple[int, ...] | None, torch.dtype, bool]
+"""Of a value of a state: its key, its shape (none: that of the part), its dtype, whether it is a plain number."""
+
+
+def forms_of(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    parameter: torch.Tensor,
+    *,
+    is_flat: bool,
+    is_table: bool = False,
+) -> list[Form]:
+    """What the state of a parameter looks like: as it is, or as a step on zeros makes it.
+
+    Args:
+        optimizer: Whose state.
+        group: That of the parameter.
+        parameter: The parameter.
+        is_flat: Whether the optimizer sees flat vectors of it.
+        is_table: Whether it has sparse gradients.
+    """
+    shape = (2,) if is_flat else tuple(parameter.shape)
+    found = optimizer.state.get(parameter)
+    if found:
+        shape = tuple(parameter.shape)
+    else:
+        few = (min(2, shape[0]), *shape[1:]) if is_table else shape
+        trial = torch.zeros(few, dtype=parameter.dtype)
+        trial.grad = torch.zeros_like(trial)
+        if is_table:
+            trial.grad = trial.grad.to_sparse(1).coalesce()
+        inner = over(optimizer, [{**group, "params": [trial]}])
+        with torch.no_grad():
+            bare_step(type(optimizer))(inner)
+        found, shape = inner.state.get(trial, {}), few
+    forms: list[Form] = []
+    for key, value in found.items():
+        if isinstance(value, torch.Tensor) and value.is_sparse:
+            raise ParameterError(
+                f"{type(optimizer).__name__} keeps {key!r} of a table with sparse gradients, which grows with all rows "
+                f"ever touched; use SGD without momentum, Adagrad or SparseAdam for it"
+            )
+        if isinstance(value, torch.Tensor):
+            same = value.shape == shape and value.dim() > 0
+            forms.append((key, None if same else tuple(value.shape), value.dtype, False))
+        elif isinstance(value, bool | int | float):
+            forms.append((key, (), torch.float64 if isinstance(value, float) else torch.int64, True))
+        elif value is not None:
+            raise ParameterError(
+                f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}, which workers cannot share; "
+                f"keep tensors and numbers in the state of a parameter, each under a key of its own"
+            )
+    return forms
+
+
+def blocks(first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Ranges of elements that are updated at a time."""
+    for start in range(first, last, BLOCK):
+        yield start, min(start + BLOCK, last)
+
+
+@final
+class Layout:
+    """Where a state will lie.
+
+    Args:
+        num_regions: How many regions parameters are put in; more are added where a slot has one to itself.
+    """
+
+    def __init__(self, num_regions: int = 1) -> None:
+        self._parts: list[Part] = []
+        self._sizes = [0] * num_regions  # in bytes
+        self._separate: list[tuple[int, tuple[int, ...], torch.dtype]] = []
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What the optimizer works on."""
+        return tuple(self._parts)
+
+    @property
+    def kinds(self) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
+        """For each region the number that its parameters were added with, its shape and its dtype."""
+        flat = [(number, (max(1, size),), torch.uint8) for number, size in enumerate(self._sizes)]
+        return [*flat, *self._separate]
+
+    def make(self) -> Slots:
+        """The memory; it holds no state yet."""
+        regions = [Region.create(torch.Size(shape).numel() * dtype.itemsize) for _, shape, dtype in self.kinds]
+        return Slots(self.parts, tuple(regions))
+
+    def add(
+        self,
+        number: int,
+        placement: Placement,
+        forms: Sequence[Form],
+        ranges: Sequence[tuple[int, int]] | None,
+        *,
+        region: int = 0,
+        separate: bool = False,
+    ) -> None:
+        """Adds a parameter with its state.
+
+        Args:
+            number: Which parameter of the optimizer.
+            placement: Of the parameter.
+            forms: Of its state.
+            ranges: The elements that are updated at a time, as flat vectors; `None` to update it whole.
+            region: In which memory.
+            separate: Whether slots of its shape lie in regions of their own.
+        """
+        starts: dict[str, tuple[int, int]] = {}
+        for key, shape, dtype, _ in forms:
+            if shape is None and separate:
+                self._separate.append((region, placement.shape, dtype))
+                starts[key] = len(self._sizes) + len(self._separate) - 1, 0
+            elif shape is None:
+                starts[key] = region, self._reserve(region, placement.numel * dtype.itemsize)
+        for first, last in [(0, placement.numel)] if ranges is None else ranges:
+            own = placement.shape if ranges is None else (last - first,)
+            flag = Cell("", region, self._reserve(region, torch.int64.itemsize), (), torch.int64, is_number=False)
+            cells = []
+            for key, shape, dtype, is_number in forms:
+                if shape is None:
+                    where, start = starts[key]
+                    cells.append(Cell(key, where, start + first * dtype.itemsize, own, dtype, is_number))
+                else:
+                    offset = self._reserve(region, torch.Size(shape).numel() * dtype.itemsize)
+                    cells.append(Cell(key, region, offset, shape, dtype, is_number))
+            self._parts.append(Part(number, placement, first, last, ranges is not None, flag, tuple(cells)))
+
+    def _reserve(self, region: int, num_bytes: int) -> int:
+        offset = self._sizes[region]
+        self._sizes[region] = offset + -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        return offset
