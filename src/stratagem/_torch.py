@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -85,14 +85,16 @@ def check_input_dim(kind: Any, module: torch.nn.Module, value: torch.Tensor) -> 
 # Optimizers and schedulers
 
 
-def step_pre_hooks(optimizer: torch.optim.Optimizer) -> Iterable[Callable[..., Any]]:
-    """Those of `register_step_pre_hook`, which torch calls in its wrapper around `step`."""
-    return optimizer._optimizer_step_pre_hooks.values()
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Those of all optimizers and of `register_step_pre_hook`, which torch calls in its wrapper around `step`."""
+    own: dict[int, Callable[..., Any]] = optimizer._optimizer_step_pre_hooks
+    return [*torch.optim.optimizer._global_optimizer_pre_hooks.values(), *own.values()]
 
 
-def step_post_hooks(optimizer: torch.optim.Optimizer) -> Iterable[Callable[..., Any]]:
-    """Those of `register_step_post_hook`, likewise."""
-    return optimizer._optimizer_step_post_hooks.values()
+def step_post_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Those of `register_step_post_hook` and of all optimizers, likewise."""
+    own: dict[int, Callable[..., Any]] = optimizer._optimizer_step_post_hooks
+    return [*own.values(), *torch.optim.optimizer._global_optimizer_post_hooks.values()]
 
 
 def mark_stepped(optimizer: Any) -> None:

@@ -6,14 +6,14 @@ around the update. Where the slices lie is the business of whoever calls.
 
 import functools
 import inspect
-import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import optimizer as torchs
+
+from stratagem import _torch
 
 BLOCK = 256 * 1024
 """Elements that are updated at a time: the passes of an optimizer over them, and what it allocates, stay in the cache.
@@ -117,15 +117,13 @@ def step_with_hooks(optimizer: torch.optim.Optimizer, update: Callable[[], None]
         What the closure returns; `None` if there is none.
     """
     given = (optimizer,) if closure is None else (optimizer, closure)
-    before = torchs._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()
-    for hook in itertools.chain(*before):
+    for hook in _torch.step_pre_hooks(optimizer):
         hook(optimizer, given, {})
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
     update()
-    after = optimizer._optimizer_step_post_hooks.values(), torchs._global_optimizer_post_hooks.values()
-    for hook in itertools.chain(*after):
+    for hook in _torch.step_post_hooks(optimizer):
         hook(optimizer, given, {})
     return loss
