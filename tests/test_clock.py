@@ -37,7 +37,7 @@ def test_timeout_ends_what_lasts_too_long_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("wait", ["wait_in_slices", "wait_with_timeout"])
-def test_wait_does_not_count_the_time_of_a_stop(wait: str) -> None:
+def test_wait_does_not_count_the_time_of_a_stop(forked_tasks: None, wait: str) -> None:
     with closing(TaskProcess(program="tests.waiting_program")) as process:
         process.send(f"{wait}(limit_s=2.0)")
         assert process.answer() == WAITING

@@ -21,6 +21,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as _shapes_config
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.optim import optimizer as _optimizers
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -88,13 +89,13 @@ def check_input_dim(kind: Any, module: torch.nn.Module, value: torch.Tensor) -> 
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """Those of all optimizers and of `register_step_pre_hook`, which torch calls in its wrapper around `step`."""
     own: dict[int, Callable[..., Any]] = optimizer._optimizer_step_pre_hooks
-    return [*torch.optim.optimizer._global_optimizer_pre_hooks.values(), *own.values()]
+    return [*_optimizers._global_optimizer_pre_hooks.values(), *own.values()]
 
 
 def step_post_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """Those of `register_step_post_hook` and of all optimizers, likewise."""
     own: dict[int, Callable[..., Any]] = optimizer._optimizer_step_post_hooks
-    return [*own.values(), *torch.optim.optimizer._global_optimizer_post_hooks.values()]
+    return [*own.values(), *_optimizers._global_optimizer_post_hooks.values()]
 
 
 def mark_stepped(optimizer: Any) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,7 +77,7 @@ def test_cut_for_good_is_noticed_on_both_sides_and_healing_changes_nothing(
     with_host, alone = lost_by([tasks[0], tasks[2]]), lost_by([tasks[1]])
     for losses in with_host:
         assert [loss[:2] for loss in losses] == [["worker/1", tasks[1].pid]]
-        assert losses[0][2].startswith("no sign of life for 1.9 s; its machine does not answer either")
+        assert re.match(r"no sign of life for (1\.9|[2-9]\.\d) s; its machine does not answer either", losses[0][2])
     assert alone[0][0][0] == "worker/0"
     three_machines[1].heal()
     # It is told that it was declared lost, and what it says is refused.

@@ -21,7 +21,7 @@ import pytest
 import stratagem as sg
 from stratagem.cluster import token
 from stratagem.cluster.resolvers.simple import SimpleResolver
-from stratagem.strategies import multi_worker
+from stratagem.engine import joining_machines
 
 _WORKER = "STRATAGEM_TEST_WORKER"
 _PATIENCE_S = 120.0
@@ -49,8 +49,8 @@ def workers(num_replicas: int, cross_device_ops: str = "auto") -> MakeStrategy:
                 stack.enter_context(_second_worker(request, {"cluster": cluster, "token": token_file}, folder))
             patch.setenv("STRATAGEM_TOKEN_FILE", token_file)
             # Nobody is lost here, however seldom a busy machine lets a worker give a sign of life.
-            patient = functools.partial(multi_worker.Membership, num_missed=int(_PATIENCE_S))
-            patch.setattr(multi_worker, "Membership", patient)
+            patient = functools.partial(joining_machines.Membership, num_missed=int(_PATIENCE_S))
+            patch.setattr(joining_machines, "Membership", patient)
             devices = [f"cpu:{index * num_replicas + number}" for number in range(num_replicas)]
             yield stack.enter_context(
                 sg.MultiWorkerMirroredStrategy(
@@ -79,9 +79,11 @@ ROWS: dict[str, MakeStrategy] = {
     "2 workers of 2": workers(2),
 }
 # One row of each kind, for suites on top of what the whole suite of strategies has shown.
-FEWER_ROWS = ("one device", "mirrored 2", "central storage 3", "2 workers of 2")
+FEWER_ROWS = ("one device", "mirrored 2", "central storage 3", "local sgd 2", "2 workers of 2")
 # Every replica has variables of its own.
 PRIVATE = ("mirrored 2 torch", "mirrored 2 to one")
+# Every replica trains alone and agrees on weights after each step: equal while updates are linear in their gradients.
+LOCAL = ("local sgd 2",)
 # A run that fails in one worker ends the strategy in all.
 WORKERS = ("2 workers of 1", "2 workers of 2")
 

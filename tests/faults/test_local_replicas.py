@@ -84,8 +84,8 @@ def test_replica_killed_inside_the_exchange_changes_nothing(strategy: sg.Mirrore
             return
         show = Exchange._show
 
-        def half(self: Exchange, vectors: Any, pieces: Any, *rest: Any) -> None:
-            show(self, vectors, pieces[:2], *rest)
+        def half(self: Exchange, vectors: Any, *rest: Any) -> None:
+            show(self, [*vectors[:2], *[None] * (len(vectors) - 2)], *rest)
             os.kill(os.getpid(), signal.SIGKILL)
 
         Exchange._show = half  # type: ignore[method-assign]

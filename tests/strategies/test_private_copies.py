@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stratagem as sg
 from stratagem.collectives.torch_distributed import TorchDistributed
+from stratagem.engine.recipe import Exchange
 from stratagem.errors import CollectiveError, StrategyError
 from stratagem.variables import buckets
 
@@ -103,7 +104,7 @@ def test_many_buckets_give_the_gradients_of_one_device(strategy: sg.MirroredStra
 
 @pytest.mark.usefixtures("small_buckets")
 def test_sums_begin_while_the_backward_pass_goes_on(strategy: sg.MirroredStrategy) -> None:
-    if strategy._replicas._settings.cross_device_ops != "torch":
+    if strategy._replicas._recipe.exchange is not Exchange.TORCH:
         pytest.skip("only torch.distributed sums beside the computation")
     with strategy.scope():
         model = make_net()

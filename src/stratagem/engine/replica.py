@@ -310,9 +310,14 @@ class Replica:
         self._skipped = self.copies.ledger.culprits
         return False
 
-    def note_update(self) -> None:
-        """Counts the step as one in which parameters were updated, by an optimizer or by hand."""
-        self.stepped = self.updated = True
+    def note_step(self) -> None:
+        """Counts the step as one that trains."""
+        self.stepped = True
+
+    @property
+    def skipped(self) -> bool:
+        """Whether an update of the step was left out because of gradients that are not finite."""
+        return bool(self._skipped)
 
     @contextlib.contextmanager
     def split_update(self, parameters: Iterable[torch.Tensor], *, checked: bool = False) -> Iterator[bool]:

@@ -13,7 +13,6 @@ from typing import Protocol, final
 
 import torch
 
-from stratagem import _torch
 from stratagem.collectives.collective import Collective
 from stratagem.variables.copies import Copies
 
@@ -44,14 +43,14 @@ class Syncing(Protocol):
 
     @property
     def stepped(self) -> bool:
-        """Whether an optimizer was asked for an update in the step; all replicas ask alike."""
+        """Whether the step trains; the same in all replicas."""
 
     @property
-    def updated(self) -> bool:
-        """Whether it has made one."""
+    def skipped(self) -> bool:
+        """Whether an update was left out because of gradients that are not finite."""
 
-    def note_update(self) -> None:
-        """Counts the step as one in which parameters were updated."""
+    def note_step(self) -> None:
+        """Counts the step as one that trains."""
 
 
 class Sync(ABC):
@@ -166,7 +165,6 @@ class _Averaging(Sync):
         self._agreed: dict[int, torch.Tensor] = {}
         self._outer: torch.optim.Optimizer | None = None
         self._num_examples = 0.0
-        self._versions: list[int] | None = None  # of the parameters, before the first pass of the step
 
     @property
     def weight(self) -> float:
@@ -175,19 +173,13 @@ class _Averaging(Sync):
 
     def begin_pass(self, *, syncing: bool) -> None:
         self._note_agreed()
-        if self._versions is None:
-            self._versions = self._count_writes()
+        self._replica.note_step()  # whether an optimizer or the program itself then changes the weights
         super().begin_pass(syncing=syncing)
-
-    def _count_writes(self) -> list[int]:
-        return [_torch.version_of(each) for _, each in self._replica.copies.ledger.parameters()]
 
     def end_step(self) -> bool:
         replica = self._replica
-        before, self._versions = self._versions, None
-        if before is not None and before != self._count_writes():  # by an optimizer, or by hand
-            replica.note_update()
-        self._num_examples += replica.num_examples if replica.updated else 0.0
+        if replica.stepped and not replica.skipped:
+            self._num_examples += replica.num_examples
         if replica.syncs and replica.stepped:
             self.agree()
         else:
@@ -207,36 +199,41 @@ class _Averaging(Sync):
 
     def _note_agreed(self) -> None:
         """Keeps the weights of parameters that are new, before anything is updated: all have the same."""
-        named = self._trained()
-        if named.keys() == self._agreed.keys():
-            return
-        self._agreed = {name: self._agreed.get(name, parameter.detach().clone()) for name, parameter in named.items()}
-        self._outer = self._plan.outer(list(self._agreed.values())) if self._plan.outer is not None else None
-
-    def _trained(self) -> dict[int, torch.Tensor]:
-        """The parameters of which there is a mean: counters, of which there is none, all replicas count alike."""
-        return {name: each for name, each in self._replica.copies.ledger.parameters() if each.is_floating_point()}
+        ledger = self._replica.copies.ledger
+        known = {name: each for name, each in self._agreed.items() if name in ledger}
+        # Counters, of which there is no mean, all replicas count alike.
+        new = {name: each for name, each in ledger.parameters() if name not in known and each.is_floating_point()}
+        added = {name: each.detach().clone() for name, each in new.items()}
+        self._agreed = known | added
+        if self._outer is not None and added:
+            self._outer.add_param_group({"params": list(added.values())})
+        elif self._plan.outer is not None and added:
+            self._outer = self._plan.outer(list(added.values()))
 
     @torch.no_grad()
     def _agree(self, share: float) -> None:
-        named = {name: each for name, each in self._trained().items() if name in self._agreed}
-        for names in _chunks(named):
-            pairs = [(named[name], self._agreed[name]) for name in names]
-            # A replica without examples has not moved, and what it has may be no number at all.
-            moved = [own - agreed if share else torch.zeros_like(agreed) for own, agreed in pairs]
-            flat = torch.cat([each.reshape(-1) for each in moved])
-            mean = self._replica.collective.all_reduce(flat.mul_(share) if share else flat)
-            for (_, agreed), part in zip(pairs, torch.split(mean, [each.numel() for each in moved]), strict=True):
-                change = part.view(agreed.shape)
+        own = dict(self._replica.copies.ledger.parameters())
+        for names in _chunks(self._agreed):
+            agreed = [self._agreed[name] for name in names]
+            # One that the program has dropped here, and not yet elsewhere, has not moved; nor has a replica without
+            # examples, whose weights may be no numbers at all.
+            moved = [
+                own[name] - each if share and name in own else torch.zeros_like(each)
+                for name, each in zip(names, agreed, strict=True)
+            ]
+            mean = self._replica.collective.all_reduce(torch.cat([each.reshape(-1) for each in moved]).mul_(share))
+            for each, part in zip(agreed, torch.split(mean, [each.numel() for each in moved]), strict=True):
+                change = part.view(each.shape)
                 if self._outer is None:
-                    agreed.add_(change)
+                    each.add_(change)
                 else:
-                    agreed.grad = change.neg()
+                    each.grad = change.neg()
         if self._outer is not None:
             self._outer.step()
             self._outer.zero_grad()
-        for name, parameter in named.items():
-            parameter.copy_(self._agreed[name])
+        for name, each in self._agreed.items():
+            if name in own:
+                own[name].copy_(each)
 
 
 def _chunks(parameters: dict[int, torch.Tensor]) -> Iterator[list[int]]:

@@ -19,7 +19,7 @@ from stratagem.strategies.replicated import Replicated, driven_here
 class LocalSGDStrategy(Replicated[LocalReplicas]):
     """Lets every replica train alone, and brings their weights together every `sync_every` steps.
 
-    A step is a call of `run` in which an optimizer steps. Between two synchronisations no tensor travels. At one,
+    A step is a call of `run` with a backward pass. Between two synchronisations no tensor travels. At one,
     all replicas get the mean of their weights, in which each counts by the examples that it has seen since the last;
     buffers too. With `outer_optimizer` the mean of their changes is the gradient of another optimizer (DiLoCo).
     Optimizers inside the replicas keep their state (momentum) to themselves.

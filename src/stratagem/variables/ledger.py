@@ -101,6 +101,10 @@ class Ledger:
             self._marks.pop(name, None)
         self._local -= names
 
+    def __contains__(self, name: int) -> bool:
+        """Whether it has a parameter, though the program may have dropped it just now."""
+        return name in self._parameters
+
     def parameters(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The parameters that still exist, by name."""
         for name, reference in self._parameters.items():
