@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.measure import RESULTS
 from benchmarks.tables import TARGET_COLUMNS, Target, markdown, show
-from stratagem.collectives.exchange import Exchange
+from stratagem.collectives.exchange import WindowExchange
 from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import NUM_LOOKS, Signals
 from stratagem.processes.allocator import freed_memory_kept
@@ -57,7 +57,7 @@ def work(rank: int, regions: list[Region], num_mb: int, num_rounds: int, meeting
     torch.set_num_threads(1)
     num_elements = num_mb * 2**20 // 4
     signals = Signals(control, rank, _SIZE, _give_up, num_looks=NUM_LOOKS)
-    exchange = Exchange(slots, total, torch.float32, [(0, num_elements)], num_elements, signals)
+    exchange = WindowExchange(slots, total, torch.float32, [(0, num_elements)], num_elements, signals)
     general = SharedMemory(scratch, signals)
     outside, copy = torch.full((num_elements,), rank + 1.0), torch.zeros(num_elements)
     cores = os.sched_getaffinity(0)
@@ -124,7 +124,7 @@ def measure(num_mb: int, num_rounds: int) -> dict[str, list[float]]:
     num_elements = num_mb * 2**20 // 4
     regions = [
         Region.create(Signals.num_bytes(_SIZE)),
-        Region.create(Exchange.num_slot_bytes(num_elements, 1, torch.float32, _SIZE)),
+        Region.create(WindowExchange.num_slot_bytes(num_elements, 1, torch.float32, _SIZE)),
         Region.create(4 * num_elements),
         Region.create(SharedMemory.num_bytes(_SIZE)),
     ]

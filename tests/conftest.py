@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import stratagem as sg
 from stratagem import _env
 from stratagem.devices import inventory as inventory_module
 from stratagem.devices.device import LogicalDeviceConfiguration
@@ -32,15 +33,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Their files first: two processes share the tests by file, and a long one at the end would keep one of them alone.
 _LONGEST = (
-    *("tests/test_examples.py", "tests/cluster/test_ray.py", "tests/contracts/test_strategies.py"),
+    *("tests/test_examples.py", "tests/cluster/ray/test_ray.py", "tests/contracts/test_strategies.py"),
     *(
         "tests/faults/test_workers.py",
         "tests/parameters/network/test_launch.py",
         "tests/faults/test_worker_restarts.py",
     ),
-    *("tests/training/test_keras_fit.py", "tests/test_examples_cluster_ps.py", "tests/cluster/test_membership.py"),
+    *(
+        "tests/training/keras/test_fit.py",
+        "tests/test_examples_cluster_ps.py",
+        "tests/cluster/membership/test_membership.py",
+    ),
     *("tests/faults/test_torch_distributed.py", "tests/faults/test_local_replicas.py"),
-    *("tests/cluster/test_machines.py", "tests/parameters/network/test_faults.py"),
+    *("tests/cluster/launch/test_machines.py", "tests/parameters/network/test_faults.py"),
 )
 
 
@@ -48,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start replica processes are slow; `make check` leaves them out."""
     ranks = {name: rank for rank, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
-    folders = ("contracts", "faults", "collectives", "strategies")
+    folders = ("contracts", "faults", "collectives", "engine", "strategies", "variables")
     for item in items:
         if (
             "fork_server" in getattr(item, "fixturenames", ())
@@ -111,3 +116,12 @@ def inventory(nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch, reques
     fresh = Inventory()
     monkeypatch.setattr(inventory_module, "_THIS_PROCESS", fresh)
     return fresh
+
+
+@pytest.fixture(scope="module")
+def strategy(four_cpus: None) -> Iterator[sg.MirroredStrategy]:
+    """Two replicas, for all tests of a module; those that end their replicas make their own."""
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"], stall_timeout_s=20.0) as made:
+        with made.scope():
+            pass
+        yield made

@@ -195,6 +195,15 @@ def test_file_says_what_it_owns(file: Path) -> None:
     assert ast.get_docstring(ast.parse(file.read_text())), f"{relative(file)} has no docstring"
 
 
+def test_names_of_files_and_classes_stand_for_one_thing() -> None:
+    # The public faces are named like the folders that they show.
+    stems = collections.Counter(file.stem for file in FILES if file.stem != "__init__" and part_of(file) not in FACE)
+    assert not [stem for stem, count in stems.items() if count > 1]
+    trees = [ast.parse(file.read_text()) for file in FILES]
+    classes = collections.Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert not [name for name, count in classes.items() if count > 1]
+
+
 def test_no_folder_has_more_than_20_files() -> None:
     counts = collections.Counter(file.parent for file in FILES if file.stem != "__init__")
     assert not {relative(folder): count for folder, count in counts.items() if count > 20}

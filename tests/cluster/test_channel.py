@@ -19,7 +19,7 @@ from stratagem.cluster import channel as channels
 from stratagem.cluster import token as tokens
 from stratagem.cluster.channel import Channel, ClosedError, SilentError
 from stratagem.cluster.membership import member_messages
-from stratagem.cluster.membership.member_messages import Kind
+from stratagem.cluster.membership.member_messages import MessageKind
 from stratagem.cluster.token import Token
 from stratagem.errors import HandshakeError, ProtocolError
 from tests.cluster.meddling import Change, Direction, cut, flip, meddler
@@ -43,11 +43,11 @@ async def ping(host: str, port: int, token: Token) -> dict[str, Any]:
     async with asyncio.timeout(PATIENCE_S):
         channel = await channels.connect(host, port, token)
         try:
-            channel.send(Kind.PING)
+            channel.send(MessageKind.PING)
             kind, body = await channel.receive()
         finally:
             channel.abort()
-    assert kind == Kind.PONG
+    assert kind == MessageKind.PONG
     return body
 
 
@@ -183,7 +183,7 @@ async def talk_after(port: int, *pieces: bytes) -> None:
 @pytest.mark.parametrize("length", [2**20 + 1, 2**31, 2**32 - 1])
 def test_absurd_length_is_refused_before_anything_is_read(server: sg.Server, length: int) -> None:
     # Neither the code nor the body ever comes: if the server waited for them, this would too.
-    header = struct.pack(">4sBBHI", b"STGM", 1, Kind.PING, 0, length)
+    header = struct.pack(">4sBBHI", b"STGM", 1, MessageKind.PING, 0, length)
     asyncio.run(talk_after(port_of(server), header))
     assert server.num_refused == 1
 
@@ -193,15 +193,15 @@ def test_absurd_length_is_refused_before_anything_is_read(server: sg.Server, len
     [
         (99, b"{}"),
         (0, b"{}"),
-        (Kind.PING, b"[]"),
-        (Kind.PING, b'{"a": 1}'),
-        (Kind.PING, b"\xff\xfe"),
-        (Kind.PING, b"\x80\x04\x95."),
-        (Kind.PING, b"[" * 50_000),
-        (Kind.STOP, b'{"why": "a", "why": "b"}'),
-        (Kind.STOP, b'{"why": NaN}'),
-        (Kind.STOP, b'{"why": 5}'),
-        (Kind.STOP, b'{"why": "' + b"x" * 5000 + b'"}'),
+        (MessageKind.PING, b"[]"),
+        (MessageKind.PING, b'{"a": 1}'),
+        (MessageKind.PING, b"\xff\xfe"),
+        (MessageKind.PING, b"\x80\x04\x95."),
+        (MessageKind.PING, b"[" * 50_000),
+        (MessageKind.STOP, b'{"why": "a", "why": "b"}'),
+        (MessageKind.STOP, b'{"why": NaN}'),
+        (MessageKind.STOP, b'{"why": 5}'),
+        (MessageKind.STOP, b'{"why": "' + b"x" * 5000 + b'"}'),
     ],
 )
 def test_message_that_breaks_a_rule_is_refused_even_with_the_token(
@@ -242,8 +242,8 @@ def test_message_that_comes_twice_or_comes_back_is_refused(token_file: Path) -> 
         written: list[bytes] = []
         original = there._writer.write
         there._writer.write = lambda piece: written.append(piece) or original(piece)  # type: ignore[assignment, func-returns-value]
-        there.send(Kind.STOP, {"why": "once"})
-        assert await here.receive() == (Kind.STOP, {"why": "once"})
+        there.send(MessageKind.STOP, {"why": "once"})
+        assert await here.receive() == (MessageKind.STOP, {"why": "once"})
         (here if back else there)._writer.write(written[0])
         with pytest.raises(ProtocolError, match="changed on its way, or is not the next one"):
             await (there if back else here).receive()
@@ -257,7 +257,7 @@ def test_message_that_comes_twice_or_comes_back_is_refused(token_file: Path) -> 
 def test_reader_that_never_reads_is_dropped(token_file: Path) -> None:
     def send_much(channel: Channel) -> None:
         for _ in range(10_000):
-            channel.send(Kind.HERE, {"tasks": ["x" * 60] * 10_000})
+            channel.send(MessageKind.HERE, {"tasks": ["x" * 60] * 10_000})
 
     async def flood() -> None:
         there, here = await pair(tokens.load())
@@ -339,8 +339,8 @@ def test_idle_strangers_are_cut_off_in_time(server: sg.Server, monkeypatch: pyte
 
 
 @settings(deadline=None)
-@given(st.sampled_from(Kind), st.binary(max_size=200))
-def test_any_bytes_are_a_message_or_a_clear_error(kind: Kind, encoded: bytes) -> None:
+@given(st.sampled_from(MessageKind), st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_a_clear_error(kind: MessageKind, encoded: bytes) -> None:
     try:
         body = member_messages.decode(kind, encoded)
     except ProtocolError:
@@ -356,8 +356,8 @@ values = st.recursive(
 
 
 @settings(deadline=None)
-@given(st.sampled_from(Kind), st.data())
-def test_fields_that_do_not_fit_are_refused(kind: Kind, data: st.DataObject) -> None:
+@given(st.sampled_from(MessageKind), st.data())
+def test_fields_that_do_not_fit_are_refused(kind: MessageKind, data: st.DataObject) -> None:
     names = list(member_messages._FIELDS[kind])
     body = {name: data.draw(values) for name in names}
     try:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from stratagem.collectives.exchange import Exchange, chunk_of
+from stratagem.collectives.exchange import WindowExchange, chunk_of
 from stratagem.collectives.signals import Signals
 from stratagem.processes.region import Region
 from tests.collectives.harness import Replicas, meeting_point, same_bits, seeded, shared, started
@@ -51,7 +51,9 @@ class Case:
 def total(rank: int, size: int, regions: list[Region], case: Case) -> dict[str, Any]:
     control, slots, summed = regions
     signals = meeting_point(control, rank, size)
-    exchange = Exchange(slots, summed, case.dtype, SEGMENTS, NUM_ELEMENTS, signals, case.window_bytes, small=case.small)
+    exchange = WindowExchange(
+        slots, summed, case.dtype, SEGMENTS, NUM_ELEMENTS, signals, case.window_bytes, small=case.small
+    )
     vector = case.vector(rank)
     before = vector.clone()
     vectors = case.segments(rank, vector)
@@ -83,7 +85,7 @@ def replicas() -> Iterator[Replicas]:
 
 
 def run(replicas: Replicas, case: Case, size: int = SIZE) -> list[dict[str, Any]]:
-    slot_bytes = Exchange.num_slot_bytes(NUM_ELEMENTS, len(SEGMENTS), case.dtype, size, case.window_bytes)
+    slot_bytes = WindowExchange.num_slot_bytes(NUM_ELEMENTS, len(SEGMENTS), case.dtype, size, case.window_bytes)
     regions = shared(Signals.num_bytes(size), slot_bytes, case.dtype.itemsize * NUM_ELEMENTS)
     Signals(regions[0], 0, size).reset()
     return replicas.run(size, total, regions, case)
@@ -174,7 +176,7 @@ def sum_of_forms(rank: int, size: int, regions: list[Region], window_bytes: int)
     signals = meeting_point(control, rank, size)
     lengths = [torch.Size(shape).numel() for shape, _ in FORMS]
     segments = [(sum(lengths[:number]), length) for number, length in enumerate(lengths)]
-    exchange = Exchange(
+    exchange = WindowExchange(
         slots, summed, torch.float32, segments, sum(lengths), signals, window_bytes, forms=FORMS, small=1 << 20
     )
     # Gradients come in the layout of the parameter or row by row.
@@ -190,7 +192,7 @@ def sum_of_forms(rank: int, size: int, regions: list[Region], window_bytes: int)
 @pytest.mark.parametrize("window_bytes", [1 << 20, 1000])
 def test_small_segments_may_come_in_any_layout(replicas: Replicas, window_bytes: int) -> None:
     numel = sum(torch.Size(shape).numel() for shape, _ in FORMS)
-    slot_bytes = Exchange.num_slot_bytes(numel, len(FORMS), torch.float32, SIZE, window_bytes)
+    slot_bytes = WindowExchange.num_slot_bytes(numel, len(FORMS), torch.float32, SIZE, window_bytes)
     regions = shared(Signals.num_bytes(SIZE), slot_bytes, 4 * numel)
     Signals(regions[0], 0, SIZE).reset()
     generators = [seeded(rank) for rank in range(SIZE)]

@@ -6,8 +6,8 @@ import torch
 
 from stratagem.devices.accelerators import CachingAccelerator
 from stratagem.devices.device import LogicalDeviceConfiguration, PhysicalDevice
+from stratagem.devices.device_spec import DeviceSpec
 from stratagem.devices.inventory import Inventory
-from stratagem.devices.spec import DeviceSpec
 from stratagem.errors import DevicesInUseError, DeviceWarning
 from tests.fakes import GIB, FakeTorchCuda, fake_host
 

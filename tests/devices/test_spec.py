@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.devices.spec import KINDS, DeviceSpec, parse_kind
+from stratagem.devices.device_spec import KINDS, DeviceSpec, parse_kind
 from stratagem.errors import DeviceTypeError, UnknownDeviceError
 
 indices = st.integers(0, 10**9 - 1) | st.none()

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.collectives.exchange import Exchange
+from stratagem.collectives.exchange import WindowExchange
 from stratagem.errors import (
     CollectiveError,
     NonFiniteGradientError,
@@ -82,13 +82,13 @@ def test_replica_killed_inside_the_exchange_changes_nothing(strategy: sg.Mirrore
     def die_in_exchange(replica: int) -> None:
         if replica != 1:
             return
-        show = Exchange._show
+        show = WindowExchange._show
 
-        def half(self: Exchange, vectors: Any, *rest: Any) -> None:
+        def half(self: WindowExchange, vectors: Any, *rest: Any) -> None:
             show(self, [*vectors[:2], *[None] * (len(vectors) - 2)], *rest)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        Exchange._show = half  # type: ignore[method-assign]
+        WindowExchange._show = half  # type: ignore[method-assign]
 
     with pytest.raises(ReplicaDiedError, match=r"replica 1 .* was killed by SIGKILL"):
         strategy.run(step, args=(torch.ones(3, 4), die_in_exchange))

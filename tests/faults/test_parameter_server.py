@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.engine.queued.step import Step
+from stratagem.engine.queued.step import QueuedStep
 from stratagem.errors import ReplicaDiedError
 from stratagem.parameters.local.locks import Locks
 from tests.cluster import nursery
@@ -76,7 +76,7 @@ def step(model: nn.Module, optimizer: Dying, then: str = "") -> int:
     return os.getpid()
 
 
-def give(strategy: sg.ParameterServerStrategy, worker: int, function: Any, *args: Any) -> Step:
+def give(strategy: sg.ParameterServerStrategy, worker: int, function: Any, *args: Any) -> QueuedStep:
     """Gives a step to one of the workers."""
     workers = strategy.workers
     workers.prepare()

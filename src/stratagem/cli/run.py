@@ -15,13 +15,13 @@ import typer
 from typer.core import TyperCommand
 
 from stratagem import _env
-from stratagem.cluster.launch.user_program import Program
+from stratagem.cluster.launch.user_program import UserProgram
 from stratagem.errors import LaunchError
 
 if TYPE_CHECKING:
-    from stratagem.cluster.launch.local_launcher import Outcome
+    from stratagem.cluster.launch.local_launcher import LaunchOutcome
     from stratagem.cluster.launch.output import Screen
-    from stratagem.cluster.launch.plan import Plan
+    from stratagem.cluster.launch.plan import LaunchPlan
 
 SETTINGS = {"allow_interspersed_args": False}
 """For typer: what follows the program's name is the program's own."""
@@ -121,7 +121,7 @@ def run(
         return
     if program is None:
         raise LaunchError("no program was named; write stratagem run [OPTIONS] PROGRAM [ARGS]...")
-    named = Program(program, tuple(arguments or ()), is_module=module)
+    named = UserProgram(program, tuple(arguments or ()), is_module=module)
     in_cluster = workers is not None or ps or chief or evaluator or nnodes != 1 or ray is not None
     if ray is None and (cpus_per_worker is not None or gpus_per_worker is not None):
         raise LaunchError("--cpus-per-worker and --gpus-per-worker go with --ray; devices are named with --devices")
@@ -170,7 +170,7 @@ def _explain_surroundings() -> None:
     typer.echo(found().explain())
 
 
-def _execute(program: Program, devices: str | None) -> None:
+def _execute(program: UserProgram, devices: str | None) -> None:
     """Turns this process into the program; comes back only by an error."""
     program.check()
     if devices is None:
@@ -200,7 +200,7 @@ def _say(text: str) -> None:
     typer.echo(f"stratagem: {text}", err=True)
 
 
-def _report(outcome: "Outcome") -> None:
+def _report(outcome: "LaunchOutcome") -> None:
     """Says how a run ended, if there is more to say than the program did itself."""
     *earlier, last = outcome.failures or (None,)
     if outcome.stopped_by is not None:
@@ -220,7 +220,7 @@ def _report(outcome: "Outcome") -> None:
         _say(f"the output of all tasks is in {outcome.logs}")
 
 
-def _tell(plan: "Plan", screen: "Screen", *, why: bool, as_json: bool) -> None:
+def _tell(plan: "LaunchPlan", screen: "Screen", *, why: bool, as_json: bool) -> None:
     """Says what would be started where, and why so."""
     from stratagem.cli.tables import ranges, show, table
     from stratagem.cluster.resolvers.detection import found

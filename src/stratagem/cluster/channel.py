@@ -15,7 +15,7 @@ import struct
 from typing import Final, final
 
 from stratagem.cluster.membership import member_messages
-from stratagem.cluster.membership.member_messages import Body, Kind
+from stratagem.cluster.membership.member_messages import Body, MessageKind
 from stratagem.cluster.token import Token
 from stratagem.errors import HandshakeError, ProtocolError
 
@@ -86,7 +86,7 @@ class Channel:
             return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[2] == 0  # tcpi_retransmits
         return False
 
-    def send(self, kind: Kind, body: Body | None = None) -> None:
+    def send(self, kind: MessageKind, body: Body | None = None) -> None:
         """Sends a message, without waiting for it to be read.
 
         Raises:
@@ -124,7 +124,7 @@ class Channel:
                 raise ProtocolError("something else came than the bytes that were announced")
             expected[:] = data
 
-    async def receive(self) -> tuple[Kind, Body]:
+    async def receive(self) -> tuple[MessageKind, Body]:
         """The next message.
 
         Raises:
@@ -133,7 +133,7 @@ class Channel:
         """
         number, encoded = await self._frame()
         try:
-            kind = Kind(number)
+            kind = MessageKind(number)
         except ValueError:
             raise ProtocolError(f"there is no message of kind {number}") from None
         return kind, member_messages.decode(kind, encoded)

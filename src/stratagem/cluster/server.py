@@ -24,7 +24,7 @@ from stratagem.cluster.address import SCHEME
 from stratagem.cluster.channel import Channel, ClosedError
 from stratagem.cluster.io_thread import IoThread, in_thread, log
 from stratagem.cluster.listening import listen
-from stratagem.cluster.membership.member_messages import Body, Kind, shortened
+from stratagem.cluster.membership.member_messages import Body, MessageKind, shortened
 from stratagem.cluster.spec import LOCAL, ClusterLike, ClusterSpec, Task
 from stratagem.errors import ClusterError, ClusterSpecError, ClusterWarning, HandshakeError, ProtocolError
 
@@ -86,10 +86,10 @@ class Server:
         self._token = tokens.load(None if token_file is None else os.fspath(token_file))
         self._everywhere = allow_all_interfaces
         self._thread = IoThread(f"stratagem-{self.task.name}")
-        self._handlers: dict[Kind, Handler] = {
-            Kind.PING: self._answer,
-            Kind.STOP: self._end,
-            Kind.CALL: self._serve_session,
+        self._handlers: dict[MessageKind, Handler] = {
+            MessageKind.PING: self._answer,
+            MessageKind.STOP: self._end,
+            MessageKind.CALL: self._serve_session,
         }
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._listeners: list[asyncio.Server] = []
@@ -138,7 +138,7 @@ class Server:
         self._warn_if_unreachable(listeners)
         self._start(listeners)
 
-    def handle(self, kind: Kind, handler: Handler | None) -> None:
+    def handle(self, kind: MessageKind, handler: Handler | None) -> None:
         """Registers who is called with each message of a kind that begins a conversation; None for nobody."""
         if handler is None:
             self._handlers.pop(kind, None)
@@ -237,16 +237,16 @@ class Server:
             kind, body = await channel.receive()
         handler = self._handlers.get(kind)
         if handler is None:
-            channel.send(Kind.REFUSED, {"why": f"{self.task.name} does not take {kind.name} now", "retry": True})
+            channel.send(MessageKind.REFUSED, {"why": f"{self.task.name} does not take {kind.name} now", "retry": True})
         else:
             await handler(channel, body)
 
     async def _answer(self, channel: Channel, body: Body) -> None:
-        channel.send(Kind.PONG, place_of(self.task))
+        channel.send(MessageKind.PONG, place_of(self.task))
 
     async def _end(self, channel: Channel, body: Body) -> None:
         log.info("%s was told to stop: %s", self.task.name, body["why"])
-        channel.send(Kind.DONE)
+        channel.send(MessageKind.DONE)
         self._told.set()
 
     async def _serve_session(self, channel: Channel, body: Body) -> None:
@@ -267,9 +267,9 @@ class Server:
         except (OSError, HandshakeError):
             return False
         try:
-            channel.send(Kind.STOP, {"why": f"{self.task.name} says so"})
+            channel.send(MessageKind.STOP, {"why": f"{self.task.name} says so"})
             async with asyncio.timeout(channels.HANDSHAKE_S):
-                return (await channel.receive())[0] == Kind.DONE
+                return (await channel.receive())[0] == MessageKind.DONE
         except (ClosedError, ProtocolError, TimeoutError):
             return False
         finally:

@@ -67,7 +67,7 @@ def connect_all(
             store.set(f"sockets/{rank}", f"{address} {listener.getsockname()[1]} {number}")
             for other in range(rank):
                 host, port, theirs = _told(store, other, names)
-                call = _Call(rank, other, (host, int(port)), theirs, sign, names)
+                call = _Dial(rank, other, (host, int(port)), theirs, sign, names)
                 found[other] = call.until_answered(wait)
             with contextlib.closing(_Reception(listener, rank, number, sign)) as reception:
                 while missing := [each for each in range(rank + 1, size) if each not in found]:
@@ -105,7 +105,7 @@ class _Wait:
 
 
 @final
-class _Call:
+class _Dial:
     """Connects this process with one that listens, as often as needed."""
 
     def __init__(

@@ -57,7 +57,7 @@ class _Window:
 
 
 @final
-class Exchange:
+class WindowExchange:
     """Slots and a sum for one flat vector made of segments (one for each parameter).
 
     Args:

@@ -26,7 +26,7 @@ Meet = Callable[[str], dict[str, Any]]
 
 
 @final
-class Link:
+class TorchLink:
     """One replica's connection to the others.
 
     Args:
@@ -123,7 +123,7 @@ class Link:
 class OverLink(Collective):
     """The collective of replicas that share no memory: that of their link, which a failure replaces."""
 
-    def __init__(self, link: Link, rank: int, size: int) -> None:
+    def __init__(self, link: TorchLink, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._link = link
 

@@ -31,7 +31,7 @@ from stratagem.collectives.collective import (
 )
 from stratagem.collectives.connections import check_folder, connections_on, hang_up
 from stratagem.collectives.waiting import (
-    Pending,
+    PendingExchange,
     is_completed,
     is_over,
     outcome_of,
@@ -177,7 +177,7 @@ class TorchDistributed(Collective):
     def barrier(self) -> None:
         self._agree(describe_call("barrier"))
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def start_all_reduce(self, tensor: torch.Tensor) -> PendingExchange:
         """Begins to sum a flat tensor over the replicas, in place, and returns at once.
 
         Several may be under way; all replicas start them in the same order. The order of summation
@@ -198,10 +198,12 @@ class TorchDistributed(Collective):
             # gloo ends the process if the sizes differ, so that it may only begin when all have
             # told theirs; a thread waits for that, and the caller goes on.
             future = self._submit(partial(self._sum, call, numbers))
-            return Pending(partial(result_of, call, future), partial(is_over, future), self._attend or _ignore)
+            return PendingExchange(partial(result_of, call, future), partial(is_over, future), self._attend or _ignore)
         # NCCL queues its work and goes on; to compare sizes first would hold up the caller.
         work = self._group(numbers).allreduce([numbers])
-        return Pending(partial(self._finish, call, [work].pop), partial(is_completed, work), self._attend or _ignore)
+        return PendingExchange(
+            partial(self._finish, call, [work].pop), partial(is_completed, work), self._attend or _ignore
+        )
 
     def close(self) -> None:
         """Cuts the connections. Waits for a sum that is under way, no longer than `timeout_s`; drops the next ones."""

@@ -15,7 +15,7 @@ _LOOK_S: Final = 0.0002  # how often a GPU is asked whether it is done
 
 
 @final
-class Pending:
+class PendingExchange:
     """A sum on its way. Until `wait` returns, its tensor must be neither read nor written.
 
     Args:

@@ -15,10 +15,10 @@ from stratagem.devices.device import (
     LogicalDeviceConfiguration,
     PhysicalDevice,
 )
+from stratagem.devices.device_spec import DeviceSpec
 from stratagem.devices.inventory import Inventory, this_process
 from stratagem.devices.memory import OutOfMemoryError
 from stratagem.devices.serving import serve
-from stratagem.devices.spec import DeviceSpec
 from stratagem.devices.survey import survey
 
 __all__ = [

@@ -9,8 +9,8 @@ import torch
 from stratagem import _env
 from stratagem.devices import masks
 from stratagem.devices.accelerators import is_cpu_build
+from stratagem.devices.device_spec import GPU
 from stratagem.devices.host import Host
-from stratagem.devices.spec import GPU
 
 _SIMULATE_HINT = f"To try a program without GPUs: sg.config.simulate_devices('GPU', 2) or {_env.SIMULATE}=gpu:2"
 

@@ -12,7 +12,7 @@ from typing import Protocol, cast, final
 import torch
 
 from stratagem.devices.device import DeviceDetails
-from stratagem.devices.spec import GPU, MPS, XPU
+from stratagem.devices.device_spec import GPU, MPS, XPU
 
 _PAGE_BYTES = 2 * 2**20
 

@@ -17,12 +17,12 @@ from stratagem._caller import calling_line, warn_caller
 from stratagem.devices import absence, lookup, masks, requested, simulated
 from stratagem.devices.accelerators import Accelerator, of_this_machine
 from stratagem.devices.device import DeviceDetails, LogicalDevice, LogicalDeviceConfiguration, PhysicalDevice
+from stratagem.devices.device_spec import CPU, GPU, KINDS, parse_kind
 from stratagem.devices.division import Share, divide, split_cores
 from stratagem.devices.host import Host
 from stratagem.devices.lookup import DeviceLike
-from stratagem.devices.requested import Request
+from stratagem.devices.requested import DeviceRequest
 from stratagem.devices.simulated import Simulation
-from stratagem.devices.spec import CPU, GPU, KINDS, parse_kind
 from stratagem.errors import (
     DeviceConfigurationError,
     DeviceNotFoundError,
@@ -229,15 +229,15 @@ class Inventory:
 
     # What the environment asks for
 
-    def check(self, request: Request) -> None:
+    def check(self, request: DeviceRequest) -> None:
         """Refuses a request for more devices than there are."""
         for kind in request.counts:
             self._requested_of(kind, request)
 
-    def _request(self) -> Request | None:
+    def _request(self) -> DeviceRequest | None:
         return requested.read_variable(_env.devices())
 
-    def _requested_of(self, kind: str, request: Request | None) -> list[PhysicalDevice]:
+    def _requested_of(self, kind: str, request: DeviceRequest | None) -> list[PhysicalDevice]:
         existing = self._physical_of(kind)
         if request is None or kind == CPU:
             return existing
@@ -336,7 +336,7 @@ class Inventory:
         return physical
 
 
-def _contradiction(call: str, request: Request, what: str) -> DeviceConfigurationError:
+def _contradiction(call: str, request: DeviceRequest, what: str) -> DeviceConfigurationError:
     return DeviceConfigurationError(
         f"{call} contradicts {_env.DEVICES}={request.text!r} (stratagem run --devices), which {what}; "
         f"leave one of the two out"

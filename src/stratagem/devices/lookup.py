@@ -10,7 +10,7 @@ import torch
 
 from stratagem import _env
 from stratagem.devices.device import LogicalDevice, PhysicalDevice
-from stratagem.devices.spec import CPU, GPU, DeviceSpec
+from stratagem.devices.device_spec import CPU, GPU, DeviceSpec
 from stratagem.errors import DeviceConfigurationError, DeviceNotFoundError, DeviceTypeError
 
 DeviceLike: TypeAlias = str | DeviceSpec | torch.device | PhysicalDevice | LogicalDevice

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 from stratagem._env import DEVICES
-from stratagem.devices.spec import CPU, parse_kind
+from stratagem.devices.device_spec import CPU, parse_kind
 from stratagem.errors import DeviceConfigurationError, EnvironmentVariableError, StratagemError
 
 _ALL = "all"
@@ -16,7 +16,7 @@ _COUNT = re.compile(r"[1-9][0-9]{0,3}")
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class DeviceRequest:
     """So many devices of each kind, and none of a kind that is not named; the CPU is always there.
 
     Args:
@@ -33,7 +33,7 @@ class Request:
         return self.counts.get(CPU)
 
 
-def parse(text: str) -> Request:
+def parse(text: str) -> DeviceRequest:
     """Reads `KIND:COUNT` or `KIND:all`, separated by commas.
 
     Raises:
@@ -55,10 +55,10 @@ def parse(text: str) -> Request:
             form = "cpu:COUNT, for so many shares of the cores" if kind == CPU else f"{word}:COUNT or {word}:all"
             raise DeviceConfigurationError(f"{entry.strip()!r} is not {form}, with a COUNT from 1 to 9999")
         counts[kind] = None if number == _ALL else int(number)
-    return Request(text, counts)
+    return DeviceRequest(text, counts)
 
 
-def read_variable(text: str | None) -> Request | None:
+def read_variable(text: str | None) -> DeviceRequest | None:
     """What `STRATAGEM_DEVICES` asks for, if it is set."""
     if text is None or not text.strip():
         return None

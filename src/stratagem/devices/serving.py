@@ -16,11 +16,11 @@ import torch
 from stratagem._caller import warn_caller
 from stratagem.devices.accelerators import Accelerator
 from stratagem.devices.device import LogicalDevice, mib
+from stratagem.devices.device_spec import CPU
 from stratagem.devices.host import Host
 from stratagem.devices.inventory import Inventory, this_process
 from stratagem.devices.lookup import DeviceLike
 from stratagem.devices.memory import OutOfMemoryError, limited, naming, release_freed
-from stratagem.devices.spec import CPU
 from stratagem.errors import DeviceError, DevicesInUseError, DeviceWarning
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from stratagem._env import SIMULATE
 from stratagem.devices.device import MIB, DeviceDetails, check_memory_limit, mib
-from stratagem.devices.spec import CPU, parse_kind
+from stratagem.devices.device_spec import CPU, parse_kind
 from stratagem.errors import DeviceConfigurationError, EnvironmentVariableError, StratagemError
 
 

@@ -3,14 +3,14 @@
 import contextlib
 import tempfile
 
-from stratagem.collectives.reconnecting import Link
+from stratagem.collectives.reconnecting import TorchLink
 from stratagem.collectives.signals import PeerAborted
 from stratagem.engine import child_calls
 from stratagem.processes.group import ChildGroup
 from stratagem.processes.losses import raise_first
 
 
-def connect(group: ChildGroup, key: int, own: Link, started: contextlib.ExitStack | None) -> None:
+def connect(group: ChildGroup, key: int, own: TorchLink, started: contextlib.ExitStack | None) -> None:
     """Connects replica 0 and the children, all at once.
 
     Args:

@@ -45,7 +45,7 @@ class Receivers(Protocol):
         """Lets tensors that are about to be distributed have the same values everywhere."""
 
 
-class Placing(Protocol):
+class VariablePlacing(Protocol):
     """Decides where the main program's tensors lie."""
 
     def place(self, named: Sequence[tuple[int, torch.Tensor]], labels: Mapping[int, str]) -> Sequence[Any]:
@@ -70,7 +70,7 @@ class MainSide(Protocol):
         """Optimizers whose state is spread over the replicas, by name."""
 
     @property
-    def copies(self) -> Placing:
+    def copies(self) -> VariablePlacing:
         """Where its tensors lie."""
 
     def add_objects(self, objects: dict[int, Any]) -> None:

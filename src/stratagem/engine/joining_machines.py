@@ -18,7 +18,7 @@ from stratagem.errors import StrategyError, TaskLostError
 _JOBS = (CHIEF, WORKER)
 
 
-class Member(Protocol):
+class ClusterMember(Protocol):
     """A strategy that takes part in a cluster."""
 
     @property
@@ -83,7 +83,7 @@ def join_workers(
         raise
 
 
-def note_member(strategy: Member, resolver: Resolver | None) -> None:
+def note_member(strategy: ClusterMember, resolver: Resolver | None) -> None:
     """Remembers by which strategy this program takes part in its cluster."""
     if resolver is not None:
         _members[strategy] = resolver, f"{type(strategy).__name__} of {calling_line()}"
@@ -100,4 +100,4 @@ def _check_first(resolver: Resolver | None) -> None:
 
 
 # Those that take part in a cluster, by which resolver, and where they were made.
-_members: "weakref.WeakKeyDictionary[Member, tuple[Resolver, str]]" = weakref.WeakKeyDictionary()
+_members: "weakref.WeakKeyDictionary[ClusterMember, tuple[Resolver, str]]" = weakref.WeakKeyDictionary()

@@ -32,7 +32,7 @@ from stratagem.objects import per_replica
 from stratagem.objects.functions import FunctionCache
 from stratagem.processes.affinity import seated
 from stratagem.processes.allocator import freed_memory_kept
-from stratagem.processes.group import ChildGroup, Member, PendingCall
+from stratagem.processes.group import ChildGroup, GroupMember, PendingCall
 from stratagem.processes.interrupts import Interrupts
 from stratagem.processes.losses import Fatal, raise_first
 from stratagem.processes.region import Region
@@ -359,5 +359,5 @@ class LocalReplicas(Driver):
             raise
 
 
-def _nothing(_: Member, __: PendingCall) -> None:
+def _nothing(_: GroupMember, __: PendingCall) -> None:
     """Outside runs nobody waits for a child but the one who asked it."""

@@ -17,12 +17,12 @@ from stratagem.engine.nonfinite import NonFinite
 from stratagem.errors import ParameterError, StrategyError, TaskLostError
 from stratagem.parameters.local.push import is_finite_gradient
 from stratagem.parameters.network import keras_optimizers as keras
-from stratagem.parameters.network import streams
+from stratagem.parameters.network import tensor_streams
 from stratagem.parameters.network.client.parameter_client import ParameterClient
 from stratagem.parameters.network.server.pacing import Pacing
 from stratagem.parameters.network.shard_states import StateOfAll
 from stratagem.parameters.partitioning import Partitioner, make_plan
-from stratagem.parameters.protocol import Outcome, Plain, Variable, Verdict, describe_optimizer, plain_options
+from stratagem.parameters.protocol import Plain, PushOutcome, Variable, Verdict, describe_optimizer, plain_options
 from stratagem.parameters.shard import OPTIMIZERS
 from stratagem.variables.optimizer_slices import parameters_of, step_with_hooks
 
@@ -158,7 +158,7 @@ class ClusterVariables:
             {self._names[id(each)]: _readable(own) for each, own in optimizer.state.items() if _readable(own)}
             for optimizer in self._optimizers
         ] + [keras.state_of(each, self._names, num_pushing) for each in self._keras]
-        here = {name: streams.readable(value) for name, value in values.items()}
+        here = {name: tensor_streams.readable(value) for name, value in values.items()}
         return StateOfAll(0, here, tuple(states)) if any(states) else None
 
     def _fetch_before_saving(self, made: Sequence[torch.nn.Module]) -> None:
@@ -232,7 +232,7 @@ class ClusterVariables:
         torch.autograd.graph.increment_version(list(self._dense.values()))
         self._judge(outcomes)
 
-    def _judge(self, outcomes: Sequence[Outcome]) -> None:
+    def _judge(self, outcomes: Sequence[PushOutcome]) -> None:
         self.num_pushes += 1
         self.version = max(each.version for each in outcomes)
         worst = max(each.staleness for each in outcomes)
@@ -288,7 +288,7 @@ def _roots(made: Sequence[Any]) -> list[torch.nn.Module]:
 
 def _readable(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: streams.readable(value) if isinstance(value, torch.Tensor) else value
+        key: tensor_streams.readable(value) if isinstance(value, torch.Tensor) else value
         for key, value in state.items()
         if value is not None
     }

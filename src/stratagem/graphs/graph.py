@@ -20,7 +20,7 @@ import torch
 from stratagem import _torch
 from stratagem.errors import GraphError, GraphTypeError
 from stratagem.graphs.graph_tensor import GraphTensor, RecordingMode
-from stratagem.graphs.nodes import Initializer, Kind, Node, Output, described, same_form
+from stratagem.graphs.nodes import Initializer, Node, NodeKind, NodeOutput, described, same_form
 from stratagem.graphs.recorder import GraphRecorder
 from stratagem.placement import scopes
 
@@ -59,7 +59,7 @@ class Graph:
     @property
     def variables(self) -> tuple[Node, ...]:
         """All variables."""
-        return tuple(node for node in self.recorder.nodes if node.kind is Kind.VARIABLE)
+        return tuple(node for node in self.recorder.nodes if node.kind is NodeKind.VARIABLE)
 
     @property
     def updates(self) -> tuple[GraphTensor, ...]:
@@ -71,12 +71,12 @@ class Graph:
         output = self.output_by_name(name)
         return self.recorder.tensor(output.node, output.slot)
 
-    def output_by_name(self, name: str) -> Output:
+    def output_by_name(self, name: str) -> NodeOutput:
         """What a name stands for."""
         operation, _, index = name.partition(":")
         for node in self.recorder.nodes:
             if node.name == operation and (index or "0").isdecimal() and int(index or 0) < len(node.outputs):
-                return Output(node, int(index or 0))
+                return NodeOutput(node, int(index or 0))
         raise GraphError(f"there is no {name!r} in the graph{_nearest(operation, self.recorder.nodes)}")
 
     def __enter__(self) -> Self:
@@ -224,7 +224,7 @@ def get_variable(
             )
         fill = given
     meta = torch.empty(size, dtype=dtype or torch.float32, device=_META)
-    node = graph.recorder.add(Kind.VARIABLE, "Variable", [meta], name=name, initializer=fill)
+    node = graph.recorder.add(NodeKind.VARIABLE, "Variable", [meta], name=name, initializer=fill)
     return graph.recorder.tensor(node, variable=node, requires_grad=trainable and meta.dtype.is_floating_point)
 
 
@@ -240,7 +240,7 @@ def assign(variable: GraphTensor, value: GraphTensor | torch.Tensor | float) -> 
         raise GraphError(f"only a variable can be assigned, got {variable!r}; make one with sg.get_variable")
     recorder = variable.recorder
     made = value if isinstance(value, torch.Tensor) else _as_tensor(value, target.outputs[0].dtype)
-    output = recorder.lookup(made) or Output(recorder.constant(made), 0)  # type: ignore[attr-defined]
+    output = recorder.lookup(made) or NodeOutput(recorder.constant(made), 0)  # type: ignore[attr-defined]
     if not same_form(output.meta, target.outputs[0]):
         raise GraphError(
             f"{target.name!r} is {described(target.outputs[0])}, it cannot become {described(output.meta)}"

@@ -12,7 +12,7 @@ import torch
 
 from stratagem import _torch, _tree
 from stratagem.errors import GraphError
-from stratagem.graphs.nodes import Node, Output, described
+from stratagem.graphs.nodes import Node, NodeOutput, described
 from stratagem.placement import scopes
 
 _HOST = torch.device("cpu")
@@ -51,12 +51,12 @@ class Cell:
         version: How often it was changed.
     """
 
-    output: Output
+    output: NodeOutput
     variable: Node | None = None
     view: View | None = None
     version: int = 0
 
-    def change(self, output: Output) -> None:
+    def change(self, output: NodeOutput) -> None:
         """Lets it stand for another value from here on."""
         self.output = output
         self.version += 1

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, TypeAlias, final
 import torch
 
 from stratagem import _tree
-from stratagem.devices.spec import DeviceSpec
+from stratagem.devices.device_spec import DeviceSpec
 
 Initializer: TypeAlias = Callable[[torch.Tensor], Any]
 
 
-class Kind(enum.Enum):
+class NodeKind(enum.Enum):
     """What a node is."""
 
     PLACEHOLDER = "placeholder"
@@ -33,7 +33,7 @@ class Kind(enum.Enum):
     """Its input becomes the value of a variable when the run has succeeded."""
 
 
-class Output(NamedTuple):
+class NodeOutput(NamedTuple):
     """One result of a node."""
 
     node: "Node"
@@ -77,7 +77,7 @@ class Node:
         file: The file of that line.
         outputs: The shape and type of each result, as tensors without values.
         function: The operation of torch, where it is one.
-        args: Its arguments, with an `Output` in place of each tensor.
+        args: Its arguments, with an `NodeOutput` in place of each tensor.
         kwargs: The same for those with names.
         beside: The operation whose gradient this one is part of; where nothing else is asked for, it runs there.
         value: Of a constant.
@@ -92,7 +92,7 @@ class Node:
     """
 
     number: int
-    kind: Kind
+    kind: NodeKind
     name: str
     type: str
     spec: DeviceSpec
@@ -108,7 +108,7 @@ class Node:
     initializer: Initializer | None = None
     tensor: torch.Tensor | None = None
     is_text: bool = False
-    inputs: tuple[Output, ...] = dataclasses.field(init=False)
+    inputs: tuple[NodeOutput, ...] = dataclasses.field(init=False)
     checks: list["Node"] = dataclasses.field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -123,9 +123,9 @@ class Node:
         return f"<{self.type} {self.name!r}>"
 
 
-def outputs_in(template: Any) -> Iterator[Output]:
+def outputs_in(template: Any) -> Iterator[NodeOutput]:
     """The outputs that arguments refer to, in order."""
-    return (each for each in _tree.leaves(template, _is_open) if isinstance(each, Output))
+    return (each for each in _tree.leaves(template, _is_open) if isinstance(each, NodeOutput))
 
 
 def is_filled(template: Any) -> bool:
@@ -136,7 +136,7 @@ def is_filled(template: Any) -> bool:
 def filled(template: Any, value_of: Callable[[Any], Any]) -> Any:
     """Arguments with values in place of outputs and sizes."""
     # By hand: a session does it in every run, for every operation with lists of tensors.
-    if isinstance(template, Output | Size):
+    if isinstance(template, NodeOutput | Size):
         return value_of(template)
     if isinstance(template, tuple | list):
         return type(template)([filled(each, value_of) for each in template])
@@ -144,7 +144,7 @@ def filled(template: Any, value_of: Callable[[Any], Any]) -> Any:
 
 
 def _is_open(value: Any) -> bool:
-    return isinstance(value, Output | Size)
+    return isinstance(value, NodeOutput | Size)
 
 
 def described(tensor: torch.Tensor) -> str:

@@ -18,11 +18,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stratagem import _torch, _tree
 from stratagem._caller import users_line
-from stratagem.devices.spec import DeviceSpec
+from stratagem.devices.device_spec import DeviceSpec
 from stratagem.errors import GraphError
 from stratagem.graphs import recording_rules
 from stratagem.graphs.graph_tensor import Cell, GraphTensor, View, no_value
-from stratagem.graphs.nodes import Kind, Node, Output, Size, described, example_of, filled, outputs_in, same_form
+from stratagem.graphs.nodes import (
+    Node,
+    NodeKind,
+    NodeOutput,
+    Size,
+    described,
+    example_of,
+    filled,
+    outputs_in,
+    same_form,
+)
 from stratagem.placement import scopes
 from stratagem.placement.names import NameCounter
 from stratagem.placement.residence import device_of
@@ -60,7 +70,7 @@ class GraphRecorder:
 
     # Making nodes
 
-    def add(self, kind: Kind, type_name: str, outputs: Sequence[torch.Tensor], **fields: Any) -> Node:
+    def add(self, kind: NodeKind, type_name: str, outputs: Sequence[torch.Tensor], **fields: Any) -> Node:
         """A new node with the device of the scopes around the caller."""
         wanted = fields.pop("name", None)
         name = self.names.unique(wanted or type_name)
@@ -77,17 +87,17 @@ class GraphRecorder:
         """A node whose value is fed."""
         if None not in shape:
             meta = torch.empty(shape, dtype=dtype, device=_META)  # type: ignore[arg-type]
-            return self.tensor(self.add(Kind.PLACEHOLDER, "Placeholder", [meta], name=name))
+            return self.tensor(self.add(NodeKind.PLACEHOLDER, "Placeholder", [meta], name=name))
         if self.sizes is None:  # loads what no other graph needs
             self.sizes = importlib.import_module("stratagem.graphs.symbolic_sizes").UnknownSizes()
-        node = self.add(Kind.PLACEHOLDER, "Placeholder", [], name=name)
+        node = self.add(NodeKind.PLACEHOLDER, "Placeholder", [], name=name)
         node.outputs = (self.sizes.placeholder(node.name, shape, dtype),)
         return self.tensor(node)
 
     def tensor(self, node: Node, index: int = 0, **how: Any) -> GraphTensor:
         """The tensor that stands for a result of a node."""
         requires_grad = how.pop("requires_grad", False)
-        made = GraphTensor(self, Cell(Output(node, index), **how), requires_grad=requires_grad)
+        made = GraphTensor(self, Cell(NodeOutput(node, index), **how), requires_grad=requires_grad)
         if self._adopts_all:
             self._made.append(weakref.ref(made))
         return made
@@ -95,12 +105,12 @@ class GraphRecorder:
     def constant(self, value: torch.Tensor, **fields: Any) -> Node:
         """A node with a value of its own."""
         kept = value.detach().clone()
-        return self.add(Kind.CONSTANT, "Const", [kept.to(_META)], value=kept, **fields)
+        return self.add(NodeKind.CONSTANT, "Const", [kept.to(_META)], value=kept, **fields)
 
-    def assign(self, variable: Node, value: Output) -> Node:
+    def assign(self, variable: Node, value: NodeOutput) -> Node:
         """A node that gives a variable a new value."""
         node = self.add(
-            Kind.ASSIGN, "Assign", [value.meta], args=(value,), variable=variable, name=f"{variable.name}/Assign"
+            NodeKind.ASSIGN, "Assign", [value.meta], args=(value,), variable=variable, name=f"{variable.name}/Assign"
         )
         self.assignments[variable] = node
         return node
@@ -108,9 +118,9 @@ class GraphRecorder:
     def sum(self, tensors: Sequence[torch.Tensor], name: str | None = None) -> GraphTensor:
         """One node for a sum of tensors of one shape and type."""
         outputs = self._templates(list(tensors))
-        return self.tensor(self.add(Kind.ADD_N, "AddN", [outputs[0].meta], args=(outputs,), name=name))
+        return self.tensor(self.add(NodeKind.ADD_N, "AddN", [outputs[0].meta], args=(outputs,), name=name))
 
-    def lookup(self, tensor: torch.Tensor) -> Output | None:
+    def lookup(self, tensor: torch.Tensor) -> NodeOutput | None:
         """What is fetched or fed with a tensor; of a variable, its value. None if it is not of this graph."""
         if isinstance(tensor, GraphTensor):
             cell = tensor.cell if tensor.recorder is self else None
@@ -118,7 +128,7 @@ class GraphRecorder:
             cell = self._adopted[id(tensor)][1] if id(tensor) in self._adopted else None
         if cell is None:
             return None
-        return Output(cell.variable, 0) if cell.variable is not None else self._current(cell)
+        return NodeOutput(cell.variable, 0) if cell.variable is not None else self._current(cell)
 
     # What torch calls
 
@@ -175,7 +185,7 @@ class GraphRecorder:
         metas = [each for each in _tree.leaves(result) if each is not None]
         if not all(isinstance(each, torch.Tensor) for each in metas):
             raise GraphError(f"{function} gives something that is not a tensor; a graph holds tensors only")
-        node = self.add(Kind.OPERATION, type_name, metas, function=function, args=args, kwargs=kwargs)
+        node = self.add(NodeKind.OPERATION, type_name, metas, function=function, args=args, kwargs=kwargs)
         if self.sizes is not None:
             try:
                 self.sizes.require_no_number(node)
@@ -224,10 +234,10 @@ class GraphRecorder:
             return args[0]
         node, _ = self._operation(overload, (*args, *defaults), kwargs)
         for index, target in enumerate(targets):
-            self._change(target, Output(node, index))
+            self._change(target, NodeOutput(node, index))
         return args[0]
 
-    def _chance(self, target: Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Output:
+    def _chance(self, target: Cell, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NodeOutput:
         """Random numbers in the order of memory, as in place, so that the same seed gives the same ones."""
         meta = target.output.meta
         order = _memory_order(meta)
@@ -244,13 +254,13 @@ class GraphRecorder:
                 f"torch.where, torch.cat or the like"
             )
 
-    def _change(self, target: Cell, output: Output) -> None:
+    def _change(self, target: Cell, output: NodeOutput) -> None:
         if not same_form(output.meta, target.output.meta):
             raise GraphError(
                 f"{target.output.name!r} is {described(target.output.meta)}, and cannot become "
                 f"{described(output.meta)} in place"
             )
-        target.change(output if target.variable is None else Output(self.assign(target.variable, output), 0))
+        target.change(output if target.variable is None else NodeOutput(self.assign(target.variable, output), 0))
         if target.view is not None:
             self._change_around(target, target.view)
 
@@ -273,7 +283,7 @@ class GraphRecorder:
         function = _aten._native_batch_norm_legit_functional.default
         changed, _ = self._operation(function, (values, weight, bias, mean, variance, training, momentum, eps), {})
         for index, cell in enumerate(statistics, start=3):
-            self._change(cell, Output(changed, index))
+            self._change(cell, NodeOutput(changed, index))
         return tuple(self.tensor(changed, index) for index in range(3))
 
     # What the tensors of a call stand for
@@ -339,10 +349,10 @@ class GraphRecorder:
 
     def adopt(self, tensor: torch.Tensor) -> Cell:
         """Makes a variable of a tensor of the program, whose value it takes and changes; it is where the tensor is."""
-        node = self.add(Kind.VARIABLE, "Variable", [tensor.detach().to(_META)], tensor=tensor)
+        node = self.add(NodeKind.VARIABLE, "Variable", [tensor.detach().to(_META)], tensor=tensor)
         device = device_of(tensor)
         node.spec = DeviceSpec(device_type=device.device_type, device_index=device.index)
-        cell = Cell(Output(node, 0), variable=node)
+        cell = Cell(NodeOutput(node, 0), variable=node)
         self._adopted[id(tensor)] = (tensor, cell)
         if _is_parameter(tensor):
             self._gradients.append((tensor, tensor.grad))
@@ -352,19 +362,19 @@ class GraphRecorder:
         """A tensor of the program as it is now; kept once while it does not change."""
         known = self._constants.get(tensor)  # type: ignore[no-untyped-call]
         if known is None or known[0] != _torch.version_of(tensor):
-            known = (_torch.version_of(tensor), Cell(Output(self.constant(tensor), 0)))
+            known = (_torch.version_of(tensor), Cell(NodeOutput(self.constant(tensor), 0)))
             self._constants[tensor] = known
         cell: Cell = known[1]
         return cell
 
-    def _current(self, cell: Cell) -> Output:
+    def _current(self, cell: Cell) -> NodeOutput:
         """What a cell stands for; a part of a tensor that was changed is taken of it again."""
         view = cell.view
         if view is not None:
             self._current(view.base)
             if view.base.version != view.version:
                 node, _ = self._operation(view.function, view.args, view.kwargs)
-                cell.change(Output(node, cell.output.slot))
+                cell.change(NodeOutput(node, cell.output.slot))
                 cell.view = dataclasses.replace(view, version=view.base.version)
         return cell.output
 

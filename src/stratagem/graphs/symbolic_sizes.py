@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from stratagem import _torch, _tree
 from stratagem._caller import LIBRARIES, short_line
 from stratagem.errors import FeedError, GraphError
-from stratagem.graphs.nodes import Kind, Node, Output, Size, described, filled
+from stratagem.graphs.nodes import Node, NodeKind, NodeOutput, Size, described, filled
 
 # Stand-ins for an unknown number; that a result has the same form for both shows that it does not depend on one of
 # them. Both can be halved and divided by three, as programs do to whole batches.
@@ -108,7 +108,7 @@ class UnknownSizes:
 
     # When the numbers are there
 
-    def numbers(self, feeds: Mapping[Output, torch.Tensor]) -> "Numbers":
+    def numbers(self, feeds: Mapping[NodeOutput, torch.Tensor]) -> "Numbers":
         """The numbers that the values of a run give to the unknown sizes.
 
         Raises:
@@ -138,12 +138,12 @@ class UnknownSizes:
             FeedError: An operation cannot be computed for these numbers, or has another form for them.
         """
         nodes = list(nodes)
-        lines = {node.line for node in nodes if node.kind is Kind.OPERATION}
+        lines = {node.line for node in nodes if node.kind is NodeKind.OPERATION}
         for decision, line in self._environment.decisions.items():
             if line in lines and numbers.value_of(decision) is False:
                 raise FeedError(f"{line} takes sizes with {_relation(decision)} only{self.legend()}, not {numbers}")
         for node in nodes:
-            if node.kind in (Kind.OPERATION, Kind.ADD_N) and node.inputs:
+            if node.kind in (NodeKind.OPERATION, NodeKind.ADD_N) and node.inputs:
                 self._check(node, numbers)
 
     def legend(self) -> str:
@@ -159,12 +159,12 @@ class UnknownSizes:
         return self._expressions[number]
 
     def _check(self, node: Node, numbers: "Numbers") -> None:
-        def value_of(each: Output | Size) -> Any:
+        def value_of(each: NodeOutput | Size) -> Any:
             return numbers.of(each, node) if isinstance(each, Size) else numbers.form_of(each.meta, node)
 
         expected = [numbers.shape_of(each, node) for each in node.outputs]
         try:
-            if node.kind is Kind.ADD_N:
+            if node.kind is NodeKind.ADD_N:
                 found = [tuple(sum(filled(node.args, value_of)[0]).shape)]
             else:
                 named = {name: filled(each, value_of) for name, each in node.kwargs.items()}

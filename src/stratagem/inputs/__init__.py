@@ -2,15 +2,15 @@
 
 from stratagem.inputs.distribute import Distributed, distribute, distribute_from_function
 from stratagem.inputs.indexed import DistributedLoader
-from stratagem.inputs.reader import Host, InputContext
-from stratagem.inputs.streams import DistributedStream
+from stratagem.inputs.iterables import DistributedStream
+from stratagem.inputs.reader import InputContext, InputHost
 
 __all__ = [
     "Distributed",
     "DistributedLoader",
     "DistributedStream",
-    "Host",
     "InputContext",
+    "InputHost",
     "distribute",
     "distribute_from_function",
 ]

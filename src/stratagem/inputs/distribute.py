@@ -11,10 +11,10 @@ from stratagem import _tree
 from stratagem.errors import StrategyError
 from stratagem.inputs.arrays import ArrayDataset, as_they_are
 from stratagem.inputs.indexed import DistributedLoader
+from stratagem.inputs.iterables import DistributedStream, FunctionFeed, MadeFeed, OneTimeFeed, RepeatedFeed, StreamFeed
 from stratagem.inputs.own_data import OneMachine, OwnData, files_of_this_machine
-from stratagem.inputs.reader import Host, InputContext
+from stratagem.inputs.reader import InputContext, InputHost
 from stratagem.inputs.splitting import Evenness
-from stratagem.inputs.streams import DistributedStream, Feed, FunctionFeed, MadeFeed, OneTimeFeed, RepeatedFeed
 
 Distributed = DistributedLoader | DistributedStream | OwnData
 AUTO_SHARD = ("data", "file", "off")
@@ -22,7 +22,7 @@ AUTO_SHARD = ("data", "file", "off")
 
 def distribute(
     data: Any,
-    host: Host,
+    host: InputHost,
     *,
     global_batch_size: int | None = None,
     shuffle: bool = False,
@@ -73,7 +73,7 @@ def distribute(
     return DistributedStream(_feed_of(data), host, evenness)
 
 
-def distribute_from_function(fn: Callable[[InputContext], Iterable[Any]], host: Host) -> Distributed:
+def distribute_from_function(fn: Callable[[InputContext], Iterable[Any]], host: InputHost) -> Distributed:
     """Gives each replica batches that a function makes, already of per-replica size.
 
     Args:
@@ -91,7 +91,7 @@ def distribute_from_function(fn: Callable[[InputContext], Iterable[Any]], host: 
     return OwnData(stream, host) if host.input_pipeline[0] > 1 else stream
 
 
-def _of_examples(data: Any, host: Host, evenness: Evenness, global_batch_size: int, shuffle: bool) -> Distributed:
+def _of_examples(data: Any, host: InputHost, evenness: Evenness, global_batch_size: int, shuffle: bool) -> Distributed:
     """Data that has single examples, of which batches are made here."""
     if _are_arrays(data):
         arrays = ArrayDataset(data)
@@ -116,7 +116,7 @@ def _loader(
     return DataLoader(dataset, batch_size=global_batch_size, shuffle=shuffle, collate_fn=collate_fn)
 
 
-def _of_loader(loader: DataLoader[Any], host: Host, evenness: Evenness) -> Distributed:
+def _of_loader(loader: DataLoader[Any], host: InputHost, evenness: Evenness) -> Distributed:
     """By index where the loader has indices and iterates as torch's own does; else by its batches."""
     own_iteration = type(loader).__iter__ is not DataLoader.__iter__
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None or own_iteration:
@@ -124,7 +124,7 @@ def _of_loader(loader: DataLoader[Any], host: Host, evenness: Evenness) -> Distr
     return DistributedLoader(loader, host, evenness)
 
 
-def _feed_of(data: Any) -> Feed:
+def _feed_of(data: Any) -> StreamFeed:
     if isinstance(data, Iterator):
         return OneTimeFeed(data)
     if hasattr(data, "__iter__"):

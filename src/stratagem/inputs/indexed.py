@@ -20,8 +20,8 @@ from stratagem.errors import StrategyError
 from stratagem.inputs import portions
 from stratagem.inputs.arrays import ArrayDataset, as_they_are
 from stratagem.inputs.loading import Indices, Source
-from stratagem.inputs.portions import Lease, Part, Portion
-from stratagem.inputs.reader import Host, send_waiting, waiting_calls
+from stratagem.inputs.portions import Lease, Portion, PortionPart
+from stratagem.inputs.reader import InputHost, send_waiting, waiting_calls
 from stratagem.inputs.splitting import Evenness, assemble, emptied, offsets
 from stratagem.inputs.templates import common_template
 from stratagem.objects.per_replica import PerReplica
@@ -53,7 +53,7 @@ class DistributedLoader:
         evenness: How uneven batches are treated.
     """
 
-    def __init__(self, loader: DataLoader[Any], host: Host, evenness: Evenness) -> None:
+    def __init__(self, loader: DataLoader[Any], host: InputHost, evenness: Evenness) -> None:
         self.loader = loader
         self.host = host
         self.evenness = evenness
@@ -211,7 +211,7 @@ class _Epoch(Iterator[Any]):
         joined = []
         for position, leaf in enumerate(leaves):
             own = leaf if counts[0] else emptied(leaf, len(first.indices))
-            values = [own, *(Part(portion, position, len(leaves)) for portion in others)]
+            values = [own, *(PortionPart(portion, position, len(leaves)) for portion in others)]
             values += [emptied(leaf, len(first.indices))] * (len(here) - len(values))
             joined.append(PerReplica(values, counts))
         return assemble(joined, structure)
@@ -250,7 +250,7 @@ def _may_read_ahead(loader: DataLoader[Any]) -> bool:
     return getattr(sampler.sampler, "generator", None) is not torch.default_generator
 
 
-def _require_whole(loader: DataLoader[Any], host: Host) -> None:
+def _require_whole(loader: DataLoader[Any], host: InputHost) -> None:
     """Refuses a sampler that leaves out what is for other machines: that is divided here."""
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if host.input_pipeline[0] > 1 and isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:

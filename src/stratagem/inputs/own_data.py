@@ -11,7 +11,7 @@ from typing import Any, final
 from torch.utils.data import DataLoader, IterableDataset
 
 from stratagem.errors import StrategyError
-from stratagem.inputs.reader import Host
+from stratagem.inputs.reader import InputHost
 from stratagem.inputs.splitting import emptied_batch
 
 
@@ -19,7 +19,7 @@ from stratagem.inputs.splitting import emptied_batch
 class OneMachine:
     """A strategy as if there were no other machine."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: InputHost) -> None:
         self._host = host
 
     @property
@@ -53,7 +53,7 @@ class OwnData:
         host: The strategy.
     """
 
-    def __init__(self, batches: Any, host: Host) -> None:
+    def __init__(self, batches: Any, host: InputHost) -> None:
         self._batches = batches
         self._host = host
 
@@ -80,7 +80,7 @@ class OwnData:
         self._batches.close()
 
 
-def files_of_this_machine(data: Any, host: Host) -> Any:
+def files_of_this_machine(data: Any, host: InputHost) -> Any:
     """A copy of the data that reads every n-th of its files."""
     if isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset):
         own = copy.copy(data)

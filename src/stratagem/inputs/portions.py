@@ -82,7 +82,7 @@ class Portion:
 
 
 @final
-class Part(Deferred):
+class PortionPart(Deferred):
     """One leaf of a portion."""
 
     def __init__(self, portion: Portion, leaf: int, num_leaves: int) -> None:
@@ -105,7 +105,7 @@ class Part(Deferred):
 
 
 @final
-class _Known:
+class _KnownSource:
     """A source in this process."""
 
     def __init__(self, source: Source) -> None:
@@ -143,12 +143,12 @@ class _Known:
             loader.close()
 
 
-_known: dict[int, _Known] = {}
+_known: dict[int, _KnownSource] = {}
 
 
 def register(key: int, source: Source) -> None:
     """Makes a source known in this process."""
-    _known.setdefault(key, _Known(source))
+    _known.setdefault(key, _KnownSource(source))
 
 
 def load(portion: Portion) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from stratagem.errors import StrategyError
 
 
-class Host(Protocol):
+class InputHost(Protocol):
     """The side of a strategy that distributed data needs."""
 
     @property
@@ -70,12 +70,12 @@ Call = tuple[Callable[..., None], tuple[Any, ...]]
 _waiting: weakref.WeakKeyDictionary[Any, list[Call]] = weakref.WeakKeyDictionary()
 
 
-def waiting_calls(host: Host) -> list[Call]:
+def waiting_calls(host: InputHost) -> list[Call]:
     """The calls that the children of a host are to get with the next occasion."""
     return _waiting.setdefault(host, [])
 
 
-def send_waiting(host: Host) -> None:
+def send_waiting(host: InputHost) -> None:
     """Makes the calls that finalizers have left; the strategy may do so whenever its children are idle."""
     waiting = waiting_calls(host)
     while waiting:

@@ -181,7 +181,7 @@ class Verdict(enum.Enum):
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class PushOutcome:
     """What applying a push tells. Unless it was applied, the shard is as before, bit for bit.
 
     Args:

@@ -15,7 +15,17 @@ import torch
 from stratagem import _dtypes
 from stratagem.collectives.collective import is_finite
 from stratagem.errors import ParameterError
-from stratagem.parameters.protocol import OptimizerSpec, Outcome, Piece, Plain, Pulled, Push, Rows, ShardPlan, Verdict
+from stratagem.parameters.protocol import (
+    OptimizerSpec,
+    Piece,
+    Plain,
+    Pulled,
+    Push,
+    PushOutcome,
+    Rows,
+    ShardPlan,
+    Verdict,
+)
 from stratagem.variables.optimizer_slices import ELEMENTWISE, bare_step, over
 
 OPTIMIZERS: dict[str, Any] = {**ELEMENTWISE, "SparseAdam": torch.optim.SparseAdam}
@@ -100,7 +110,7 @@ class Shard:
             found[name] = Rows(indices, self._value(name)[indices])
         return Pulled(self.version, found)
 
-    def push(self, push: Push) -> Outcome:
+    def push(self, push: Push) -> PushOutcome:
         """Applies an update, whole and once, or says why not."""
         self._require_whole()
         refused = self._judge(push)
@@ -118,7 +128,7 @@ class Shard:
                 applier.apply(push.gradients, self._rate_of(staleness) if self._rate_of else 1.0)
         self._broken = ""
         self.version += 1
-        return Outcome(Verdict.APPLIED, self.version, staleness)
+        return PushOutcome(Verdict.APPLIED, self.version, staleness)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the shard is: copies. `version`, `values` by name, `optimizers`: for each the state by name."""
@@ -161,16 +171,18 @@ class Shard:
         if self._broken:
             raise ParameterError(f"{self._broken}: what this shard has is no state of the model; load a checkpoint")
 
-    def _judge(self, push: Push) -> Outcome | None:
+    def _judge(self, push: Push) -> PushOutcome | None:
         """Why a push is not applied; `None` if it is. Changes nothing."""
         incarnation, last = self._lives.get(push.worker, (0, 0))
         if push.incarnation != incarnation or not incarnation:
             reason = f"worker {push.worker} is in life {incarnation}, the push is of {push.incarnation}"
-            return Outcome(Verdict.FENCED, self.version, reason=reason)
+            return PushOutcome(Verdict.FENCED, self.version, reason=reason)
         if push.number <= last:
-            return Outcome(Verdict.DUPLICATE, self.version, reason=f"push {push.number} came before, {last} was last")
+            return PushOutcome(
+                Verdict.DUPLICATE, self.version, reason=f"push {push.number} came before, {last} was last"
+            )
         reason = self._why_refused(push, last)
-        return Outcome(Verdict.REFUSED, self.version, reason=reason) if reason else None
+        return PushOutcome(Verdict.REFUSED, self.version, reason=reason) if reason else None
 
     def _why_refused(self, push: Push, last: int) -> str:
         if push.number != last + 1:

@@ -6,9 +6,9 @@ from typing import Any, TypeAlias
 import torch
 
 from stratagem import _tree
-from stratagem.placement.residence import Place
+from stratagem.placement.residence import ResidencePlace
 
-Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor, Place]]
+Copies: TypeAlias = list[tuple[torch.Tensor, torch.Tensor, ResidencePlace]]
 """Original, copy, and where the original is."""
 
 

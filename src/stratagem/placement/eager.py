@@ -15,9 +15,9 @@ from stratagem import _torch
 from stratagem.errors import DeviceNotFoundError, PlacementError
 from stratagem.placement import log, resolution, scopes
 from stratagem.placement.arguments import Copies, goal_of, leaves_of, replaced, tensors_in
-from stratagem.placement.functions import Kind, changed_quietly, kind_of
 from stratagem.placement.names import NameCounter, type_of
-from stratagem.placement.residence import Asked, Place, Places, storage_of
+from stratagem.placement.residence import Asked, Places, ResidencePlace, storage_of
+from stratagem.placement.torch_functions import FunctionKind, changed_quietly, kind_of
 
 _NOT_ASKED = object()
 
@@ -32,7 +32,7 @@ class Placing(TorchFunctionMode):
     """
 
     places: Places
-    _host: Place
+    _host: ResidencePlace
     _frame: scopes.Frame
 
     def __init__(self) -> None:
@@ -60,9 +60,9 @@ class Placing(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         kind = kind_of(func)
-        if kind is Kind.LOOK or scopes.state.recorders or not scopes.UNPLACED.isdisjoint(types):
+        if kind is FunctionKind.LOOK or scopes.state.recorders or not scopes.UNPLACED.isdisjoint(types):
             return func(*args, **kwargs)
-        if kind is Kind.BLOCK:
+        if kind is FunctionKind.BLOCK:
             return self._note_block(func, args, kwargs)
         self.running += 1
         try:
@@ -70,29 +70,31 @@ class Placing(TorchFunctionMode):
         finally:
             self.running -= 1
 
-    def _place(self, func: Callable[..., Any], kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _place(
+        self, func: Callable[..., Any], kind: FunctionKind, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         match kind:
-            case Kind.COMPUTE:
+            case FunctionKind.COMPUTE:
                 tensors = list(tensors_in(args))
                 if kwargs:
                     tensors += tensors_in(kwargs.values())
                     if (out := kwargs.get("out")) is not None or kwargs.get("inplace") is True:
                         return self._change(func, args, kwargs, tensors, out)
                 return self._compute(func, args, kwargs, tensors)
-            case Kind.VIEW:
+            case FunctionKind.VIEW:
                 return self._view(func, args, kwargs)
-            case Kind.CHANGE | Kind.OVERWRITE:
+            case FunctionKind.CHANGE | FunctionKind.OVERWRITE:
                 return self._change(func, args, kwargs, [*tensors_in(args), *tensors_in(kwargs.values())], None)
-            case Kind.READ_GRADIENT:
+            case FunctionKind.READ_GRADIENT:
                 gradient = func(*args, **kwargs)
                 if gradient is not None:
                     self.places.of(args[0]).settle(gradient, torch.Tensor.backward)
                 return gradient
-            case Kind.MAKE | Kind.MAKE_ON_HOST | Kind.MAKE_LIKE:
+            case FunctionKind.MAKE | FunctionKind.MAKE_ON_HOST | FunctionKind.MAKE_LIKE:
                 return self._make(func, kind, args, kwargs)
-            case Kind.EACH:
+            case FunctionKind.EACH:
                 return self._each(func, args, kwargs)
-            case Kind.CAST | Kind.TO_HOST | Kind.TO_ACCELERATOR:
+            case FunctionKind.CAST | FunctionKind.TO_HOST | FunctionKind.TO_ACCELERATOR:
                 return self._cast(func, kind, args, kwargs)
         return self._backward(func, args, kwargs)
 
@@ -123,7 +125,7 @@ class Placing(TorchFunctionMode):
             return self.places.asked(spec, operation)
         return self.places.asked(scopes.spec_for(None), operation)
 
-    def _follow(self, tensors: Sequence[torch.Tensor]) -> tuple[Place, str]:
+    def _follow(self, tensors: Sequence[torch.Tensor]) -> tuple[ResidencePlace, str]:
         """Where an operation runs that no scope has placed: with its parameters, else with its first placed input."""
         first = self._host
         for tensor in tensors:
@@ -140,7 +142,7 @@ class Placing(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
         if not tensors:
-            return self._make(func, Kind.MAKE_ON_HOST, args, kwargs)
+            return self._make(func, FunctionKind.MAKE_ON_HOST, args, kwargs)
         asked = self._target(func, tensors)
         place, why = (asked.place, asked.why) if asked is not None else self._follow(tensors)
         if place.lacks and getattr(func, "__name__", "") in place.lacks:
@@ -170,7 +172,7 @@ class Placing(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         tensors: list[torch.Tensor],
         asked: Asked | None,
-        place: Place,
+        place: ResidencePlace,
         error: Exception | None,
     ) -> Any:
         """Runs an operation on the host that its device has no kernel for, where that is allowed."""
@@ -220,14 +222,14 @@ class Placing(TorchFunctionMode):
         # Updates by hand, and counters, are where their variables are.
         if asked is not None and asked.place is not place and torch.is_grad_enabled() and subject.is_floating_point():
             self._refuse_change(func, place, asked.place)
-        copies = [] if kind_of(func) is Kind.OVERWRITE else self._bring(tensors, place, func)
+        copies = [] if kind_of(func) is FunctionKind.OVERWRITE else self._bring(tensors, place, func)
         new_args, new_kwargs = replaced(args, kwargs, copies)
         results = func(*new_args, **new_kwargs)
         if log.collectors:
             log.note(func, tensors, results, asked, place, "changes its tensor in place", copies)
         return results
 
-    def _refuse_change(self, func: Callable[..., Any], place: Place, asked: Place) -> None:
+    def _refuse_change(self, func: Callable[..., Any], place: ResidencePlace, asked: ResidencePlace) -> None:
         name = getattr(func, "__name__", type_of(func))
         if not resolution.is_soft():
             raise PlacementError(
@@ -240,9 +242,11 @@ class Placing(TorchFunctionMode):
             f"{asked.device.name} (soft placement)"
         )
 
-    def _make(self, func: Callable[..., Any], kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        made = func(*args, **kwargs) if kind is Kind.MAKE_ON_HOST else None
-        if kind is Kind.MAKE_ON_HOST and not isinstance(made, torch.Tensor):
+    def _make(
+        self, func: Callable[..., Any], kind: FunctionKind, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        made = func(*args, **kwargs) if kind is FunctionKind.MAKE_ON_HOST else None
+        if kind is FunctionKind.MAKE_ON_HOST and not isinstance(made, torch.Tensor):
             return made
         tensors = [*tensors_in(args), *tensors_in(kwargs.values())]
         asked = self._target(func, tensors)
@@ -262,17 +266,19 @@ class Placing(TorchFunctionMode):
             log.note(func, tensors, results, asked, place, why, copies)
         return results
 
-    def _cast(self, func: Callable[..., Any], kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _cast(
+        self, func: Callable[..., Any], kind: FunctionKind, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         """A move that the program asks for by itself; torch's `cpu` is also the device of simulated ones."""
         subject = args[0]
         place = self.places.of(subject)
-        if kind is Kind.TO_HOST and place is not self._host:
+        if kind is FunctionKind.TO_HOST and place is not self._host:
             results = subject.clone() if subject.is_cpu else func(*args, **kwargs)
             target, why = self._host, "cpu()"
-        elif kind is Kind.TO_ACCELERATOR:
+        elif kind is FunctionKind.TO_ACCELERATOR:
             results = func(*args, **kwargs)
             target, why = self.places.of(results), "to(device)"
-        elif kind is Kind.CAST and (goal := goal_of(args[1:], kwargs)) is not None:
+        elif kind is FunctionKind.CAST and (goal := goal_of(args[1:], kwargs)) is not None:
             results = func(*args, **kwargs)
             if isinstance(goal, torch.Tensor) and self.places.of(goal) is not place:
                 target, why = self.places.of(goal), "to(tensor)"
@@ -302,7 +308,7 @@ class Placing(TorchFunctionMode):
     def _backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Gradients come into being where their operations ran, and stay with their tensors."""
         tensors = list(tensors_in(args[:1]))
-        gives = kind_of(func) is Kind.GRADIENTS
+        gives = kind_of(func) is FunctionKind.GRADIENTS
         leaves = [] if gives else leaves_of(tensors)
         results = func(*args, **kwargs)
         found = zip(tensors_in(args[1:2]), results, strict=False) if gives else ((leaf, leaf.grad) for leaf in leaves)
@@ -315,7 +321,7 @@ class Placing(TorchFunctionMode):
 
     # Parts of the above
 
-    def _bring(self, tensors: Iterable[torch.Tensor], place: Place, func: Callable[..., Any]) -> Copies:
+    def _bring(self, tensors: Iterable[torch.Tensor], place: ResidencePlace, func: Callable[..., Any]) -> Copies:
         """Copies of those tensors that are elsewhere: original, copy, where the original is."""
         copies: Copies = []
         for tensor in tensors:
@@ -333,7 +339,9 @@ class Placing(TorchFunctionMode):
             copies.append((tensor, copied, source))
         return copies
 
-    def _settle(self, func: Callable[..., Any], results: Any, place: Place, tensors: Sequence[torch.Tensor]) -> None:
+    def _settle(
+        self, func: Callable[..., Any], results: Any, place: ResidencePlace, tensors: Sequence[torch.Tensor]
+    ) -> None:
         """Marks results."""
         if not place.tracked:
             return

@@ -14,14 +14,14 @@ from typing import Any, Protocol, final
 import torch
 
 from stratagem._caller import users_line
+from stratagem.devices.device_spec import CPU
 from stratagem.devices.inventory import Inventory, this_process
-from stratagem.devices.spec import CPU
 from stratagem.errors import DeviceTypeError
 from stratagem.placement import pictures
 from stratagem.placement.arguments import tensors_in
 from stratagem.placement.names import NameCounter, type_of
 from stratagem.placement.records import Copy, PlacementRecord
-from stratagem.placement.residence import Asked, Place, storage_of
+from stratagem.placement.residence import Asked, ResidencePlace, storage_of
 from stratagem.placement.resolution import full_name
 
 _MAKERS = "_stratagem_makers"
@@ -46,9 +46,9 @@ class Event:
     tensors: Sequence[torch.Tensor]
     results: Any
     asked: Asked | None
-    place: Place
+    place: ResidencePlace
     why: str
-    copies: Sequence[tuple[torch.Tensor, torch.Tensor, Place]]
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor, ResidencePlace]]
 
 
 collectors: list[Collector] = []
@@ -66,9 +66,9 @@ def note(
     tensors: Sequence[torch.Tensor],
     results: Any,
     asked: Asked | None,
-    place: Place,
+    place: ResidencePlace,
     why: str,
-    copies: Sequence[tuple[torch.Tensor, torch.Tensor, Place]],
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor, ResidencePlace]],
 ) -> None:
     """Tells every listener of an operation."""
     event = Event(func, tensors, results, asked, place, why, copies)

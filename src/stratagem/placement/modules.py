@@ -10,7 +10,7 @@ from torch import nn
 from stratagem.devices.lookup import DeviceLike, local_spec
 from stratagem.errors import DeviceTypeError, PlacementError
 from stratagem.placement import presence, residence, resolution, scopes
-from stratagem.placement.residence import Place
+from stratagem.placement.residence import ResidencePlace
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -50,7 +50,7 @@ def place(model: _Module, devices: DeviceLike | Mapping[str, DeviceLike]) -> _Mo
         part: resolution.resolve(local_spec(each), repr(part) if part else "the model") for part, each in wanted.items()
     }
     places = residence.current()
-    goals: dict[torch.Tensor, tuple[Place, str]] = {}
+    goals: dict[torch.Tensor, tuple[ResidencePlace, str]] = {}
     for name, tensor in tensors:
         part = max((each for each in names if _is_in(name, each)), key=len, default=None)
         device = None if part is None else names[part]
@@ -73,7 +73,7 @@ def _is_in(name: str, part: str) -> bool:
     return part in ("", name) or name.startswith(f"{part}.")
 
 
-def _move(tensor: torch.Tensor, goal: Place) -> None:
+def _move(tensor: torch.Tensor, goal: ResidencePlace) -> None:
     if residence.current().of(tensor) is goal:
         return
     for each in (tensor, tensor.grad):

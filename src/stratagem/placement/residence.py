@@ -14,9 +14,9 @@ import torch
 
 from stratagem import _torch
 from stratagem.devices.device import LogicalDevice, mib
+from stratagem.devices.device_spec import GPU, DeviceSpec
 from stratagem.devices.inventory import Inventory, this_process
 from stratagem.devices.memory import OutOfMemoryError
-from stratagem.devices.spec import GPU, DeviceSpec
 from stratagem.errors import DeviceTypeError
 from stratagem.placement import resolution
 from stratagem.placement.names import type_of
@@ -26,7 +26,7 @@ _NUM_SHOWN = 3
 
 
 @final
-class Place:
+class ResidencePlace:
     """A logical device and what is on it.
 
     Attributes:
@@ -116,7 +116,7 @@ class _Mark:
 
     __slots__ = ("place",)
 
-    def __init__(self, place: Place, resident: _Resident) -> None:
+    def __init__(self, place: ResidencePlace, resident: _Resident) -> None:
         self.place = place
         place.enter(self, resident)
 
@@ -146,7 +146,7 @@ class Places:
         self.configured = inventory.configured()
         host = resolution.host(inventory)
         self._by_name = {
-            device.name: Place(device, tracked=device != host or device.memory_limit_bytes is not None)
+            device.name: ResidencePlace(device, tracked=device != host or device.memory_limit_bytes is not None)
             for device in inventory.logical()
         }
         self.host = self._by_name[host.name]
@@ -154,7 +154,7 @@ class Places:
         self._by_torch[torch.device("cpu")] = self.host
         self._by_spec: dict[tuple[DeviceSpec, bool], Asked | None] = {}
 
-    def at(self, device: LogicalDevice) -> Place:
+    def at(self, device: LogicalDevice) -> ResidencePlace:
         return self._by_name[device.name]
 
     def asked(self, spec: DeviceSpec, operation: str) -> "Asked | None":
@@ -170,7 +170,7 @@ class Places:
         name, why = (device.name, "scope") if exists else (str(spec), "no such device")
         return Asked(self.at(device), name, why)
 
-    def of(self, tensor: torch.Tensor) -> Place:
+    def of(self, tensor: torch.Tensor) -> ResidencePlace:
         """Where a tensor is."""
         mark = _mark_of(tensor)
         if mark is not None:
@@ -192,7 +192,7 @@ class Asked(NamedTuple):
         why: Why operations run at the place.
     """
 
-    place: Place
+    place: ResidencePlace
     name: str
     why: str
 
@@ -250,7 +250,7 @@ def reset_peak(device: LogicalDevice) -> None:
         place.peak_bytes = place.used_bytes
 
 
-def _counting(device: LogicalDevice) -> Place | None:
+def _counting(device: LogicalDevice) -> ResidencePlace | None:
     places = _Current.places
     if places is None or places.inventory is not this_process() or device.torch_device.type != "cpu":
         return None

@@ -7,8 +7,8 @@ import dataclasses
 
 from stratagem._caller import warn_caller
 from stratagem.devices.device import LogicalDevice
+from stratagem.devices.device_spec import CPU, DeviceSpec
 from stratagem.devices.inventory import Inventory, this_process
-from stratagem.devices.spec import CPU, DeviceSpec
 from stratagem.errors import DeviceNotFoundError, DeviceTypeError, PlacementWarning
 
 LOCAL_TASK = "/job:localhost/replica:0/task:0"

@@ -18,8 +18,8 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, final
 import torch
 
 from stratagem.devices.device import LogicalDevice, PhysicalDevice
+from stratagem.devices.device_spec import DeviceSpec
 from stratagem.devices.lookup import DeviceLike
-from stratagem.devices.spec import DeviceSpec
 from stratagem.errors import DeviceTypeError
 
 # Kinds of tensors whose operations are not placed: they are recorded by whoever made the kind.

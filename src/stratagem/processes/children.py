@@ -21,7 +21,7 @@ class Pipe(Protocol):
         """Waits for the next object. Raises `EOFError` when nothing more will come."""
 
 
-class Channel(Protocol):
+class ChildChannel(Protocol):
     """The controller's end of the way to one child."""
 
     def fileno(self) -> int:
@@ -77,7 +77,7 @@ class Children(Protocol):
     def begin(self, count: int) -> None:
         """Asks for so many more, without waiting for them."""
 
-    def start(self, registry: Registry, timeout_s: float) -> Iterator[tuple[Process, Channel]]:
+    def start(self, registry: Registry, timeout_s: float) -> Iterator[tuple[Process, ChildChannel]]:
         """Waits for each of those that were asked for and have not been waited for.
 
         Args:

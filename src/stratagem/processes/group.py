@@ -18,7 +18,7 @@ from stratagem.devices.host import Host
 from stratagem.errors import ReplicaDiedError, ReplicaStalledError, StrategyError
 from stratagem.processes import losses
 from stratagem.processes.child import DONE, PRINTED
-from stratagem.processes.children import Channel, Children, Process
+from stratagem.processes.children import ChildChannel, Children, Process
 from stratagem.processes.launcher import ForkedChildren
 from stratagem.processes.losses import END, SLICE_S, STATUS_WAIT_S, STOP_GRACE_S, STOPPED_S, End, Failure, Fatal, Losses
 from stratagem.processes.packing import Packed, pack_for
@@ -43,7 +43,7 @@ class PendingCall:
 
 
 @final
-class Member:
+class GroupMember:
     """A child, as the main program sees it.
 
     Args:
@@ -53,7 +53,7 @@ class Member:
         channel: The way to it.
     """
 
-    def __init__(self, noun: str, number: int, process: Process, channel: Channel) -> None:
+    def __init__(self, noun: str, number: int, process: Process, channel: ChildChannel) -> None:
         self.number = number
         self.process = process
         self.channel = channel
@@ -104,22 +104,22 @@ class ChildGroup:
         stall_timeout_s: float = 60.0,
         host: Host | None = None,
         children: Children | None = None,
-        on_start: Callable[[Member], None] = _nothing,
-        on_loss: Callable[[Member, str], None] = _nothing,
+        on_start: Callable[[GroupMember], None] = _nothing,
+        on_loss: Callable[[GroupMember, str], None] = _nothing,
     ) -> None:
-        self.members: dict[int, Member] = {}  # those whose processes are there, by number
+        self.members: dict[int, GroupMember] = {}  # those whose processes are there, by number
         self.stall_timeout_s = stall_timeout_s
         self.run_number = 0
         self.losses = Losses()
         # Told of each call that failed; where members wait for each other, it ends those waits.
-        self.on_failure: Callable[[Member, PendingCall], None] = _nothing
+        self.on_failure: Callable[[GroupMember, PendingCall], None] = _nothing
         self._registry = registry
         self._noun, self._depth, self._policy = noun, depth, policy
         self._children = children or ForkedChildren(host)
         self._on_start, self._on_loss = on_start, on_loss
         self._ordered: list[int | None] = []  # members whose processes were not waited for; `None` if taken back
         self._poll = select.poll()
-        self._by_descriptor: dict[int, Member] = {}
+        self._by_descriptor: dict[int, GroupMember] = {}
         self._clock = Clock(SLICE_S)
         self._last_look_s = 0.0
         self._has_begun = False
@@ -140,7 +140,7 @@ class ChildGroup:
             if number is None:
                 channel.close()  # it leaves at once
                 continue
-            member = Member(self._noun, number, process, channel)
+            member = GroupMember(self._noun, number, process, channel)
             self.members[member.number] = member
             self._by_descriptor[channel.fileno()] = member
             self._poll.register(channel.fileno(), select.POLLIN)
@@ -180,7 +180,7 @@ class ChildGroup:
 
     # Calls
 
-    def has_room(self, member: Member) -> bool:
+    def has_room(self, member: GroupMember) -> bool:
         """Whether a member may be given another call."""
         return len(member.calls) < self._depth
 
@@ -196,7 +196,7 @@ class ChildGroup:
         """
         return pack_for(f"the {self._noun}s", (function, arguments), reference or self._registry.reference)
 
-    def submit(self, member: Member, packed: Packed, call: PendingCall) -> bool:
+    def submit(self, member: GroupMember, packed: Packed, call: PendingCall) -> bool:
         """Sends a call, without waiting for its answer; whether it was taken.
 
         If not, the member was lost, and its calls were dealt with.
@@ -238,7 +238,7 @@ class ChildGroup:
             events = self._poll.poll(0)  # a member that prints much must not wait for each line
         return bool(first)
 
-    def _take(self, member: Member) -> None:
+    def _take(self, member: GroupMember) -> None:
         """Takes in the next message of a member: an answer, or what it printed."""
         member.last_message_s = self._clock.now_s()
         try:
@@ -263,7 +263,7 @@ class ChildGroup:
             call.finish(failure=outcome)
             self.on_failure(member, call)
 
-    def _show(self, member: Member, stream: str, text: str) -> None:
+    def _show(self, member: GroupMember, stream: str, text: str) -> None:
         target = sys.stderr if stream == "stderr" else sys.stdout
         for line in text.split("\n"):
             print(f"[{self._noun} {member.number}] {line}", file=target)
@@ -354,14 +354,14 @@ class ChildGroup:
         except Exception as error:
             raise Fatal(error) from error
 
-    def _submit_alone(self, member: Member, packed: Packed) -> PendingCall:
+    def _submit_alone(self, member: GroupMember, packed: Packed) -> PendingCall:
         """Sends a call whose member must have no other: one that it has was given up, its answer is dropped."""
         member.calls.clear()
         call = member.last_call = PendingCall()
         self.submit(member, packed, call)
         return call
 
-    def _patience_s(self, busy: Sequence[Member], *, closing: bool) -> float:
+    def _patience_s(self, busy: Sequence[GroupMember], *, closing: bool) -> float:
         is_vain = closing and any(member.process.is_stopped for member in busy)
         return min(STOP_GRACE_S, self.stall_timeout_s) if is_vain else self.stall_timeout_s
 
@@ -383,7 +383,7 @@ class ChildGroup:
             elif not isinstance(self._policy, End):
                 self._reap_silent(member, now_s)
 
-    def _reap_silent(self, member: Member, now_s: float) -> None:
+    def _reap_silent(self, member: GroupMember, now_s: float) -> None:
         if member.process.is_stopped:
             member.stopped_since_s = member.stopped_since_s or now_s
             if now_s - member.stopped_since_s > STOPPED_S:
@@ -393,7 +393,7 @@ class ChildGroup:
         if now_s - member.last_message_s > self.stall_timeout_s:
             self._lose_stalled(member)
 
-    def _take_last(self, member: Member) -> None:
+    def _take_last(self, member: GroupMember) -> None:
         """Takes in what a member sent before its end; a process that it forked may keep its pipe open."""
         only = select.poll()
         only.register(member.channel.fileno(), select.POLLIN)
@@ -415,13 +415,13 @@ class ChildGroup:
                 member.killed_because = losses.stopped(waited_s) if is_stopped else losses.kept_a_lock(waited_s)
                 member.process.kill()
 
-    def _lose_stalled(self, member: Member) -> None:
+    def _lose_stalled(self, member: GroupMember) -> None:
         if isinstance(self._policy, End):
             self._report_stall([member])
         member.process.show_stack()
         self._lose(member, losses.stalled(self.stall_timeout_s))
 
-    def _lose(self, member: Member, why: str = "") -> None:
+    def _lose(self, member: GroupMember, why: str = "") -> None:
         """Ends the group, or replaces the member."""
         why = why or member.killed_because
         how, more = (why, "") if why else member.process.how_it_ended(STATUS_WAIT_S)
@@ -438,20 +438,20 @@ class ChildGroup:
             self.begin([member.number])
             self.start()
 
-    def _report_stall(self, silent: Sequence[Member]) -> None:
+    def _report_stall(self, silent: Sequence[GroupMember]) -> None:
         """Raises the error that says who keeps the others waiting."""
         for member in self.members.values():
             member.process.show_stack()
         named = [f"{member}, state {member.process.state}" for member in silent]
         raise ReplicaStalledError(losses.stalled_together(named, self.stall_timeout_s, self.run_number))
 
-    def _forget(self, member: Member) -> None:
+    def _forget(self, member: GroupMember) -> None:
         descriptor = member.channel.fileno()
         self._poll.unregister(descriptor)
         del self._by_descriptor[descriptor], self.members[member.number]
 
 
-def _end_processes(members: Sequence[Member]) -> None:
+def _end_processes(members: Sequence[GroupMember]) -> None:
     """Ends the processes of members whose channels are shut."""
     try:
         # Those that wait for a call leave now; the others would not hear of it.
@@ -460,14 +460,14 @@ def _end_processes(members: Sequence[Member]) -> None:
         _kill(members)
 
 
-def _kill(members: Sequence[Member]) -> None:
+def _kill(members: Sequence[GroupMember]) -> None:
     left = [member for member in members if not member.process.wait(0.0)]
     for member in left:
         member.process.kill()
     _await_end(left)
 
 
-def _await_end(members: Sequence[Member]) -> None:
+def _await_end(members: Sequence[GroupMember]) -> None:
     deadline = time.monotonic() + STOP_GRACE_S
     for member in members:
         member.process.wait(max(0.0, deadline - time.monotonic()))

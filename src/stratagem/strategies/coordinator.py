@@ -10,7 +10,7 @@ from typing import Any, final
 from stratagem import _tree
 from stratagem.engine import context
 from stratagem.engine.queued import worker_calls
-from stratagem.engine.queued.step import Step
+from stratagem.engine.queued.step import QueuedStep
 from stratagem.engine.queued.workers import ParameterWorkers
 from stratagem.errors import StepCancelledError, StrategyError
 from stratagem.inputs import InputContext
@@ -31,7 +31,7 @@ class RemoteValue:
         step: The call.
     """
 
-    def __init__(self, workers: ParameterWorkers, step: Step) -> None:
+    def __init__(self, workers: ParameterWorkers, step: QueuedStep) -> None:
         self._workers = workers
         self._step = step
 
@@ -139,9 +139,9 @@ class ClusterCoordinator:
                 f"with {strategy.consistency} workers share each step, so that none can be given one of its own; use "
                 f"Async() or BoundedStaleness(k)"
             )
-        self._under_way: set[Step] = set()
-        self._finished: list[Step] = []  # whose gradients have not been judged
-        self._failed: Step | None = None  # the first, of which nobody has been told
+        self._under_way: set[QueuedStep] = set()
+        self._finished: list[QueuedStep] = []  # whose gradients have not been judged
+        self._failed: QueuedStep | None = None  # the first, of which nobody has been told
 
     def schedule(
         self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -219,7 +219,7 @@ class ClusterCoordinator:
             raise
         return PerWorkerDataset(key)
 
-    def _submit(self, step: Step) -> None:
+    def _submit(self, step: QueuedStep) -> None:
         with self._workers.attending():
             self._workers.scheduler.submit(step)
             self._workers.scheduler.poll(0.0)
@@ -237,7 +237,7 @@ class ClusterCoordinator:
             self._failed, self._finished = None, []
             raise
 
-    def _take_in(self, step: Step) -> None:
+    def _take_in(self, step: QueuedStep) -> None:
         """Notes that a step is done; after a failure none is begun."""
         self._under_way.discard(step)
         self._finished.append(step)
@@ -254,7 +254,7 @@ class ClusterCoordinator:
         )
 
 
-def _take_in(coordinator: "weakref.ref[ClusterCoordinator]", step: Step) -> None:
+def _take_in(coordinator: "weakref.ref[ClusterCoordinator]", step: QueuedStep) -> None:
     # Steps do not keep the coordinator alive, and with it a strategy that the program drops.
     if (own := coordinator()) is not None:
         own._take_in(step)

@@ -34,7 +34,7 @@ from stratagem.parameters import staleness
 from stratagem.parameters.network.client.parameter_client import ParameterClient
 from stratagem.parameters.network.options import ClusterOptions
 from stratagem.parameters.network.server.client_requests import chief_of, number_of
-from stratagem.parameters.network.server.serving import ParameterServer
+from stratagem.parameters.network.server.ps_server import ParameterServer
 from stratagem.parameters.network.shard_states import StateOfAll
 from stratagem.processes.allocator import keep_freed_memory, share_one_heap
 from stratagem.strategies.strategy import Strategy, require_call

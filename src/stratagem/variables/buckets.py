@@ -40,7 +40,7 @@ class Buckets:
         self._replica = replica
         self._start_sum = start_sum
         self._spoil = spoil
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _BucketMember] = {}
         self._wanted: list[bool] | None = None
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
@@ -54,7 +54,7 @@ class Buckets:
     def add(self, parameters: Mapping[int, torch.Tensor], labels: Mapping[int, str]) -> None:
         """Takes parameters by name, in the order of their making."""
         for name, parameter in parameters.items():
-            self._known[name] = _Known(parameter, labels[name])
+            self._known[name] = _BucketMember(parameter, labels[name])
         self._wanted = None
 
     def drop(self, names: set[int]) -> None:
@@ -184,7 +184,7 @@ class Buckets:
 
 
 @final
-class _Known:
+class _BucketMember:
     """A parameter, not kept alive, and what it looks like."""
 
     def __init__(self, parameter: torch.Tensor, label: str) -> None:
@@ -219,7 +219,7 @@ class _Known:
 class _Bucket:
     """Some parameters of one dtype on one device, whose gradients are summed together."""
 
-    def __init__(self, members: dict[int, _Known]) -> None:
+    def __init__(self, members: dict[int, _BucketMember]) -> None:
         self.names = list(members)
         self.missing: set[int] = set()
         self.wait_for_sum: Callable[[], torch.Tensor] | None = None
@@ -267,10 +267,10 @@ class _Bucket:
         return row, self.slot(name, row)
 
 
-def _packed(members: Mapping[int, _Known]) -> list[_Bucket]:
+def _packed(members: Mapping[int, _BucketMember]) -> list[_Bucket]:
     """Buckets of about the same size, in the order in which they are likely to be full."""
-    filled: list[dict[int, _Known]] = []
-    open_: dict[Any, dict[int, _Known]] = {}
+    filled: list[dict[int, _BucketMember]] = []
+    open_: dict[Any, dict[int, _BucketMember]] = {}
     sizes: dict[Any, int] = {}
     for name in reversed(list(members)):
         kind = members[name].kind

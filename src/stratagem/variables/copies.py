@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stratagem.collectives.reconnecting import Link
+from stratagem.collectives.reconnecting import TorchLink
 from stratagem.variables.ledger import Ledger
 from stratagem.variables.participant import Updating
 from stratagem.variables.slices import SplitUpdate
@@ -42,7 +42,7 @@ class Copies(ABC):
         link: What must be connected before a run, where memory is not enough.
     """
 
-    def __init__(self, ledger: Ledger, link: Link | None = None) -> None:
+    def __init__(self, ledger: Ledger, link: TorchLink | None = None) -> None:
         self.ledger = ledger
         self.link = link
 

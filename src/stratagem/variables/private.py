@@ -16,7 +16,7 @@ from typing import Any, final
 
 import torch
 
-from stratagem.collectives.reconnecting import Link, Meet
+from stratagem.collectives.reconnecting import Meet, TorchLink
 from stratagem.errors import StrategyError
 from stratagem.variables import agreement
 from stratagem.variables.buckets import Buckets
@@ -53,7 +53,7 @@ class PrivateCopies(Copies):
         recipe = runtime.recipe
         # On several machines sums go over all of them, in two levels.
         linked = way == "torch" and recipe.size > 1 and recipe.num_machines == 1
-        link = Link(runtime.rank, recipe.size, runtime.device, runtime.signals, meet) if linked else None
+        link = TorchLink(runtime.rank, recipe.size, runtime.device, runtime.signals, meet) if linked else None
         self._buckets = None
         if way != "alone":
             start_sum, spoil = (link.start_sum, link.spoil) if link else (self._sum_at_the_end, _nothing)

@@ -11,7 +11,7 @@ from typing import final
 import numpy as np
 import torch
 
-from stratagem.collectives.exchange import Exchange, chunk_of
+from stratagem.collectives.exchange import WindowExchange, chunk_of
 from stratagem.processes.region import Region
 from stratagem.variables import agreement
 from stratagem.variables.copies import (
@@ -80,7 +80,9 @@ class SharedCopies(Copies):
         return placed
 
     def _exchange_memory(self, store: Store) -> ExchangeMemory:
-        num_bytes = Exchange.num_slot_bytes(store.num_elements, len(store.placements), store.dtype, self._signals.size)
+        num_bytes = WindowExchange.num_slot_bytes(
+            store.num_elements, len(store.placements), store.dtype, self._signals.size
+        )
         return ExchangeMemory(Region.create(num_bytes), Region.create(store.region.num_bytes))
 
     def build(self, placed: SharedVariables) -> dict[int, torch.Tensor]:
@@ -102,7 +104,7 @@ class SharedCopies(Copies):
     def _exchange_gradients(self, store: Store, memory: ExchangeMemory) -> None:
         segments = [(placement.offset, placement.numel) for placement in store.placements]
         forms = [(placement.shape, placement.stride) for placement in store.placements]
-        exchange = Exchange(
+        exchange = WindowExchange(
             *(memory.slots, memory.total, store.dtype, segments, store.num_elements, self._signals),
             further=self._runtime.recipe.num_machines > 1,
             forms=forms,

@@ -21,7 +21,7 @@ _ALIGN_BYTES = 64
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class SlotCell:
     """Where one value of an optimizer's state lies.
 
     Args:
@@ -61,8 +61,8 @@ class Part:
     first: int
     last: int
     is_flat: bool
-    flag: Cell
-    cells: tuple[Cell, ...]
+    flag: SlotCell
+    cells: tuple[SlotCell, ...]
 
     @property
     def name(self) -> int:
@@ -83,7 +83,7 @@ class Slots:
     parts: tuple[Part, ...]
     regions: tuple[Region, ...]
 
-    def cell(self, cell: Cell) -> torch.Tensor:
+    def cell(self, cell: SlotCell) -> torch.Tensor:
         """The value of a cell, where it lies."""
         numel = torch.Size(cell.shape).numel()
         return self.regions[cell.region].shared(cell.dtype, cell.offset, numel).view(cell.shape)
@@ -99,7 +99,7 @@ class Slots:
                 found[part.name] = {cell.key: self._whole(part, cell) for cell in part.cells}
         return found
 
-    def _whole(self, part: Part, cell: Cell) -> Any:
+    def _whole(self, part: Part, cell: SlotCell) -> Any:
         if cell.is_number:
             return self.cell(cell).item()
         if not part.is_flat or not cell.shape:
@@ -248,15 +248,15 @@ class Layout:
                 starts[key] = region, self._reserve(region, placement.numel * dtype.itemsize)
         for first, last in [(0, placement.numel)] if ranges is None else ranges:
             own = placement.shape if ranges is None else (last - first,)
-            flag = Cell("", region, self._reserve(region, torch.int64.itemsize), (), torch.int64, is_number=False)
+            flag = SlotCell("", region, self._reserve(region, torch.int64.itemsize), (), torch.int64, is_number=False)
             cells = []
             for key, shape, dtype, is_number in forms:
                 if shape is None:
                     where, start = starts[key]
-                    cells.append(Cell(key, where, start + first * dtype.itemsize, own, dtype, is_number))
+                    cells.append(SlotCell(key, where, start + first * dtype.itemsize, own, dtype, is_number))
                 else:
                     offset = self._reserve(region, torch.Size(shape).numel() * dtype.itemsize)
-                    cells.append(Cell(key, region, offset, shape, dtype, is_number))
+                    cells.append(SlotCell(key, region, offset, shape, dtype, is_number))
             self._parts.append(Part(number, placement, first, last, ranges is not None, flag, tuple(cells)))
 
     def _reserve(self, region: int, num_bytes: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 
 from stratagem import _torch
-from stratagem.collectives.exchange import Exchange, StartSum
+from stratagem.collectives.exchange import StartSum, WindowExchange
 from stratagem.errors import StrategyError
 from stratagem.variables.ledger import Summed
 from stratagem.variables.participant import Participant
@@ -38,7 +38,7 @@ class Windows:
         self._row_of: dict[int, tuple[_Row, int]] = {}
         self._is_spoiled = False
 
-    def add(self, store: Store, exchange: Exchange) -> None:
+    def add(self, store: Store, exchange: WindowExchange) -> None:
         """Takes the parameters of a store."""
         row = _Row(store, exchange)
         self._rows.append(row)
@@ -133,7 +133,7 @@ class Windows:
 class _Row:
     """The gradients of one store, one after the other, and the exchange that sums them."""
 
-    def __init__(self, store: Store, exchange: Exchange) -> None:
+    def __init__(self, store: Store, exchange: WindowExchange) -> None:
         self.store = store
         self.exchange = exchange
         self._views = [shaped(exchange.sum, placement) for placement in store.placements]

@@ -11,8 +11,8 @@ from stratagem.cluster import token as tokens
 from stratagem.cluster.membership.compatibility import Introduction
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.parameters.network import bodies, encryption, frames, zmq_password
-from stratagem.parameters.network.encryption import Handshake, Opener, Sealer
-from stratagem.parameters.network.frames import Greeting, Kind
+from stratagem.parameters.network.encryption import FrameOpener, Handshake, Sealer
+from stratagem.parameters.network.frames import FrameKind, Greeting
 
 PATIENCE_S = 20.0
 
@@ -48,35 +48,35 @@ class Attacker(contextlib.ExitStack):
         self.send(frames.greeting(Greeting.PROOF, handshake.proof))
         assert frames.parse_greeting(self.receive()) == (Greeting.WELCOME, handshake.welcome)
         up, down = handshake.keys()
-        self.sealer, self.opener = Sealer(up), Opener(down)
+        self.sealer, self.opener = Sealer(up), FrameOpener(down)
 
     def attach(self, worker: int = 0) -> None:
         self.log_in()
         spec = ClusterSpec(self.spec)
         introduction = Introduction.of_this_process(spec.task("worker", worker), spec, spec.jobs, None)
-        self.ask(Kind.ATTACH, introduction.to_body())
-        assert self.answer()[0] == Kind.DONE
+        self.ask(FrameKind.ATTACH, introduction.to_body())
+        assert self.answer()[0] == FrameKind.DONE
 
-    def ask(self, kind: Kind, body: dict[str, Any], request: int = 1) -> None:
+    def ask(self, kind: FrameKind, body: dict[str, Any], request: int = 1) -> None:
         self.say(kind, bodies.encode(kind, body), request=request)
 
-    def say(self, kind: Kind, content: bytes, **header: int) -> None:
+    def say(self, kind: FrameKind, content: bytes, **header: int) -> None:
         self.send(bytes(self.sealer.seal(kind, content, **header)))
 
-    def answer(self) -> tuple[Kind, Any]:
+    def answer(self) -> tuple[FrameKind, Any]:
         """The next thing that the server says, other than signs of life."""
         while True:
             frame = self.receive()
             header = self.opener.parse(frame)
             content = self.opener.open(frame, header)
-            if header.kind != Kind.BEAT:
-                return header.kind, content if header.kind == Kind.DATA else bodies.decode(header.kind, content)
+            if header.kind != FrameKind.BEAT:
+                return header.kind, content if header.kind == FrameKind.DATA else bodies.decode(header.kind, content)
 
     def is_out(self) -> bool:
         """Whether the server takes nothing from it any more, and has told it so."""
-        self.say(Kind.BEAT, b"{}")
+        self.say(FrameKind.BEAT, b"{}")
         kind, body = self.answer()
-        return kind == Kind.FENCED and "declared it lost" in body["why"]
+        return kind == FrameKind.FENCED and "declared it lost" in body["why"]
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from stratagem.parameters.network.client.parameter_client import ParameterClient
-from stratagem.parameters.network.server.serving import ParameterServer
+from stratagem.parameters.network.server.ps_server import ParameterServer
 from stratagem.parameters.partitioning import FixedShardsPartitioner, make_plan
 from stratagem.parameters.protocol import OptimizerSpec, ShardPlan, Variable, describe_optimizer
 from tests.cluster.tasks import free_ports

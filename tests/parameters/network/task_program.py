@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from stratagem.parameters.network import streams
+from stratagem.parameters.network import tensor_streams
 from stratagem.parameters.network.client import connection
 from stratagem.parameters.network.client.parameter_client import ParameterClient
-from stratagem.parameters.network.server.serving import ParameterServer
+from stratagem.parameters.network.server.ps_server import ParameterServer
 from tests.cluster import task_program
 from tests.parameters.network.cluster import PATIENCE_S, Trainer
 
@@ -52,7 +52,7 @@ def values() -> dict[str, list[float]]:
 def die_after_half_a_push() -> None:
     """Pushes, and is killed when the first half of the gradients is on its way."""
     assert trainer is not None
-    whole = streams.pieces
+    whole = tensor_streams.pieces
 
     def half(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, Any]]:
         for offset, piece in whole(tensors):
@@ -61,7 +61,7 @@ def die_after_half_a_push() -> None:
             connection.time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    streams.pieces = half
+    tensor_streams.pieces = half
     trainer.step(99)
 
 

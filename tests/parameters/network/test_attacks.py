@@ -20,8 +20,8 @@ from stratagem.cluster import token as tokens
 from stratagem.errors import ParameterServerLostError, StratagemError
 from stratagem.parameters.network import bodies, frames, zmq_password, zmq_sockets
 from stratagem.parameters.network.client.parameter_client import ParameterClient
-from stratagem.parameters.network.frames import Greeting, Kind
-from stratagem.parameters.network.server.serving import _MOST_STRANGERS
+from stratagem.parameters.network.frames import FrameKind, Greeting
+from stratagem.parameters.network.server.ps_server import _MOST_STRANGERS
 from stratagem.parameters.partitioning import make_plan
 from stratagem.parameters.protocol import OptimizerSpec, Variable, describe_optimizer
 from tests.cluster.tasks import listening_at
@@ -73,7 +73,7 @@ def test_pickle_in_the_place_of_every_message_is_never_opened(new_cluster: NewCl
     trainer = in_use(cluster)
     bomb = pickle.dumps(Canary(tmp_path / "canary"))
     refused = 0
-    for kind in Kind:
+    for kind in FrameKind:
         with Attacker(cluster.spec) as attacker:
             attacker.attach(1)
             attacker.say(kind, bomb, request=2)
@@ -83,7 +83,7 @@ def test_pickle_in_the_place_of_every_message_is_never_opened(new_cluster: NewCl
     with Attacker(cluster.spec) as stranger:
         stranger.send(bomb)
         stranger.send(bomb.ljust(frames.GREETING_BYTES, b"\0")[: frames.GREETING_BYTES])
-        stranger.send(frames.Header(Kind.PULL, 0, 0, 0, len(bomb)).pack() + bomb + bytes(16))
+        stranger.send(frames.Header(FrameKind.PULL, 0, 0, 0, len(bomb)).pack() + bomb + bytes(16))
         assert eventually(lambda: cluster.servers[0].num_refused >= refused + 3)
     assert not (tmp_path / "canary").exists()
     assert is_untouched(trainer)
@@ -94,11 +94,11 @@ def test_replayed_and_reflected_frames_are_refused(new_cluster: NewCluster) -> N
     trainer = in_use(cluster)
     with Attacker(cluster.spec) as honest:
         honest.attach(1)
-        honest.ask(Kind.DEFINE, definition(trainer), 2)
-        assert honest.answer()[0] == Kind.DONE
-        honest.ask(Kind.PUSH, PUSH, 3)
-        honest.say(Kind.DATA, struct.pack("2f", 1.0, 1.0), request=3)
-        assert honest.answer() == (Kind.DONE, bodies.done(version=2, verdict="applied", staleness=1))
+        honest.ask(FrameKind.DEFINE, definition(trainer), 2)
+        assert honest.answer()[0] == FrameKind.DONE
+        honest.ask(FrameKind.PUSH, PUSH, 3)
+        honest.say(FrameKind.DATA, struct.pack("2f", 1.0, 1.0), request=3)
+        assert honest.answer() == (FrameKind.DONE, bodies.done(version=2, verdict="applied", staleness=1))
         record = list(honest.sent)
         with Attacker(cluster.spec) as other:  # all of it again, on a connection of its own
             for frame in record:
@@ -123,8 +123,8 @@ def test_push_to_another_server_is_refused(new_cluster: NewCluster) -> None:  # 
     elsewhere = next(number for number, pieces in enumerate(trainer.plan.shards) if "2.bias" not in map(_name, pieces))
     with Attacker(cluster.spec, elsewhere) as attacker:
         attacker.attach(1)
-        attacker.ask(Kind.PUSH, PUSH)
-        attacker.say(Kind.DATA, struct.pack("2f", 1.0, 1.0), request=1)
+        attacker.ask(FrameKind.PUSH, PUSH)
+        attacker.say(FrameKind.DATA, struct.pack("2f", 1.0, 1.0), request=1)
         assert attacker.is_out()
     assert is_untouched(trainer)
 
@@ -148,12 +148,12 @@ def test_push_of_a_worker_that_lies_changes_nothing(
     trainer = in_use(cluster)
     with Attacker(cluster.spec) as attacker:
         attacker.attach(1)
-        attacker.ask(Kind.DEFINE, definition(trainer), 2)
-        assert attacker.answer()[0] == Kind.DONE
-        attacker.ask(Kind.PUSH, {**PUSH, **change}, 3)
-        attacker.say(Kind.DATA, struct.pack("2f", 1.0, 1.0), request=3)
+        attacker.ask(FrameKind.DEFINE, definition(trainer), 2)
+        assert attacker.answer()[0] == FrameKind.DONE
+        attacker.ask(FrameKind.PUSH, {**PUSH, **change}, 3)
+        attacker.say(FrameKind.DATA, struct.pack("2f", 1.0, 1.0), request=3)
         kind, body = attacker.answer()
-        assert kind == Kind.DONE
+        assert kind == FrameKind.DONE
         assert body["verdict"] in ("refused", "duplicate")
         assert reason in body["reason"]
     assert is_untouched(trainer)
@@ -162,16 +162,16 @@ def test_push_of_a_worker_that_lies_changes_nothing(
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
-        (Kind.PUSH, {**PUSH, "gradients": [["nothing", None, ""]]}),
-        (Kind.PUSH, {**PUSH, "gradients": [["2.bias", 2**40, ""]]}),
-        (Kind.PUSH, {**PUSH, "gradients": [["2.bias", None, "zip"]]}),
-        (Kind.PULL, {"names": None, "rows": [["2.bias", 2**60]]}),
-        (Kind.LOAD, {"version": 1, "saved": [[0, "x", "like", [4]]]}),
-        (Kind.LOAD, {"version": 1, "saved": [[0, "x", "like", [0] * 100]]}),
+        (FrameKind.PUSH, {**PUSH, "gradients": [["nothing", None, ""]]}),
+        (FrameKind.PUSH, {**PUSH, "gradients": [["2.bias", 2**40, ""]]}),
+        (FrameKind.PUSH, {**PUSH, "gradients": [["2.bias", None, "zip"]]}),
+        (FrameKind.PULL, {"names": None, "rows": [["2.bias", 2**60]]}),
+        (FrameKind.LOAD, {"version": 1, "saved": [[0, "x", "like", [4]]]}),
+        (FrameKind.LOAD, {"version": 1, "saved": [[0, "x", "like", [0] * 100]]}),
     ],
 )
 def test_sizes_that_a_shard_does_not_have_are_refused(
-    new_cluster: NewCluster, kind: Kind, body: dict[str, object]
+    new_cluster: NewCluster, kind: FrameKind, body: dict[str, object]
 ) -> None:  # A4, A7
     cluster = new_cluster()
     trainer = in_use(cluster)
@@ -187,12 +187,12 @@ def test_request_before_an_introduction_or_an_answer_is_refused(new_cluster: New
     trainer = in_use(cluster)
     with Attacker(cluster.spec) as nameless:
         nameless.log_in()
-        nameless.ask(Kind.PULL, {"names": None, "rows": []})
+        nameless.ask(FrameKind.PULL, {"names": None, "rows": []})
         assert nameless.is_out()
     with Attacker(cluster.spec) as hasty:
         hasty.attach(1)
         for request in (2, 3, 4, 5):
-            hasty.say(Kind.PULL, b'{"names":null,"rows":[]}', request=request)
+            hasty.say(FrameKind.PULL, b'{"names":null,"rows":[]}', request=request)
         assert eventually(lambda: cluster.servers[0].num_refused >= 2)
     assert is_untouched(trainer)
 
@@ -323,7 +323,7 @@ def test_token_is_in_no_message_and_no_log(
     trainer = in_use(cluster)
     with Attacker(cluster.spec) as attacker:
         attacker.attach(1)
-        attacker.say(Kind.PULL, b"nonsense")
+        attacker.say(FrameKind.PULL, b"nonsense")
         assert attacker.is_out()
     cluster.end()
     with pytest.raises(ParameterServerLostError, match=r"4 of 4 parameters: 0\.weight, 0\.bias, 2\.weight, ") as caught:
@@ -345,7 +345,7 @@ def test_reader_that_never_reads_is_dropped_and_nobody_waits_for_it(new_cluster:
     server = cluster.servers[0]
     with Attacker(cluster.spec, queue=1) as sloth:
         sloth.attach(1)
-        sloth.ask(Kind.PULL, {"names": None, "rows": []}, 2)
+        sloth.ask(FrameKind.PULL, {"names": None, "rows": []}, 2)
         assert eventually(lambda: len(server._sessions) == 2)
         began = time.monotonic()
         client.wait(client.pull(large))
@@ -353,7 +353,7 @@ def test_reader_that_never_reads_is_dropped_and_nobody_waits_for_it(new_cluster:
         beats = 0
         while len(server._sessions) == 2 and time.monotonic() - began < PATIENCE_S:
             beats += 1
-            sloth.say(Kind.BEAT, b"{}")  # it lives, and does not read
+            sloth.say(FrameKind.BEAT, b"{}")  # it lives, and does not read
             time.sleep(0.1)
         assert len(server._sessions) == 1
         assert eventually(lambda: any("not read" in each.why_fenced for each in list(server._fenced.values())))
@@ -369,15 +369,15 @@ def test_reader_that_is_slow_gets_all_in_the_end(new_cluster: NewCluster) -> Non
     (session,) = cluster.servers[0]._sessions.values()
     with Attacker(cluster.spec, queue=1) as reader:
         reader.attach(1)
-        reader.ask(Kind.PULL, {"names": None, "rows": []}, 2)
+        reader.ask(FrameKind.PULL, {"names": None, "rows": []}, 2)
         slow = next(each for each in list(cluster.servers[0]._sessions.values()) if each is not session)
         assert eventually(lambda: slow.has_frames)
         time.sleep(1.0)  # a hundred signs of life, for which there is no room
-        assert reader.answer()[0] == Kind.DONE
+        assert reader.answer()[0] == FrameKind.DONE
         got = bytearray()
         while len(got) < large["large"].nbytes:
             kind, content = reader.answer()
-            assert kind == Kind.DATA
+            assert kind == FrameKind.DATA
             got += content
     assert torch.equal(torch.frombuffer(got, dtype=torch.float32), large["large"])
 
@@ -387,7 +387,7 @@ def test_sender_that_never_sends_what_it_announced_is_dropped(new_cluster: NewCl
     trainer = in_use(cluster)
     with Attacker(cluster.spec) as sloth:
         sloth.attach(1)
-        sloth.ask(Kind.PUSH, PUSH)
+        sloth.ask(FrameKind.PUSH, PUSH)
         assert eventually(lambda: len(cluster.servers[0]._sessions) == 1)
         assert "not sent what it announced" in next(iter(cluster.servers[0]._fenced.values())).why_fenced
     assert is_untouched(trainer)

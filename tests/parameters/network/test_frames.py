@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from stratagem.cluster import token as tokens
 from stratagem.errors import ParameterError, ProtocolError
-from stratagem.parameters.network import bodies, compression, frames, streams
+from stratagem.parameters.network import bodies, compression, frames, tensor_streams
 from stratagem.parameters.network.compression import Compression, Encoder
-from stratagem.parameters.network.encryption import Handshake, Opener, Sealer
-from stratagem.parameters.network.frames import CHUNK_BYTES, HEADER_BYTES, Kind
-from stratagem.parameters.network.streams import Inflow
+from stratagem.parameters.network.encryption import FrameOpener, Handshake, Sealer
+from stratagem.parameters.network.frames import CHUNK_BYTES, HEADER_BYTES, FrameKind
+from stratagem.parameters.network.tensor_streams import Inflow
 from stratagem.parameters.partitioning import make_plan
 from stratagem.parameters.protocol import OptimizerSpec, Piece, Rows, Variable
 
@@ -22,9 +22,9 @@ TENSORS = [torch.randn(700, 500), torch.randn(3), torch.tensor(2.5), torch.empty
 
 
 def received(tensors: list[torch.Tensor], rooms: list[torch.Tensor]) -> Inflow:
-    sealer, opener, inflow = Sealer(KEY), Opener(KEY), Inflow(rooms)
-    for offset, piece in streams.pieces(tensors):
-        frame = sealer.seal(Kind.DATA, piece, offset=offset)
+    sealer, opener, inflow = Sealer(KEY), FrameOpener(KEY), Inflow(rooms)
+    for offset, piece in tensor_streams.pieces(tensors):
+        frame = sealer.seal(FrameKind.DATA, piece, offset=offset)
         inflow.take(opener, frame, opener.parse(frame))
     return inflow
 
@@ -33,9 +33,9 @@ def test_stream_brings_tensors_of_all_sizes_in_few_frames() -> None:
     rooms = [torch.empty_like(each) for each in TENSORS]
     assert received(TENSORS, rooms).is_complete
     assert all(torch.equal(one, other) for one, other in zip(TENSORS, rooms, strict=True))
-    assert all(len(piece) <= CHUNK_BYTES for _, piece in streams.pieces(TENSORS))
+    assert all(len(piece) <= CHUNK_BYTES for _, piece in tensor_streams.pieces(TENSORS))
     small = [torch.ones(4)] * 100
-    assert len(list(streams.pieces(small))) == 1
+    assert len(list(tensor_streams.pieces(small))) == 1
 
 
 def test_stream_scatters_a_frame_over_tensors_of_other_sizes() -> None:
@@ -52,17 +52,19 @@ def test_stream_refuses_more_than_the_receiver_has_room_for(rooms: list[torch.Te
 
 
 def test_stream_refuses_bytes_that_are_not_the_next() -> None:
-    sealer, opener, inflow = Sealer(KEY), Opener(KEY), Inflow([torch.empty(8)])
-    frame = sealer.seal(Kind.DATA, bytes(8), offset=8)
+    sealer, opener, inflow = Sealer(KEY), FrameOpener(KEY), Inflow([torch.empty(8)])
+    frame = sealer.seal(FrameKind.DATA, bytes(8), offset=8)
     with pytest.raises(ProtocolError, match="byte 8 of a stream that is at 0"):
         inflow.take(opener, frame, opener.parse(frame))
 
 
 def test_every_changed_byte_and_every_shorter_frame_is_refused() -> None:  # A3
-    frame = bytes(Sealer(KEY).seal(Kind.PULL, bodies.encode(Kind.PULL, {"names": None, "rows": []}), request=7))
+    frame = bytes(
+        Sealer(KEY).seal(FrameKind.PULL, bodies.encode(FrameKind.PULL, {"names": None, "rows": []}), request=7)
+    )
 
     def is_refused(changed: bytes) -> bool:
-        opener = Opener(KEY)
+        opener = FrameOpener(KEY)
         try:
             header = opener.parse(changed)
             opener.open(changed, header)
@@ -82,14 +84,14 @@ def test_every_changed_byte_and_every_shorter_frame_is_refused() -> None:  # A3
 def test_frames_open_once_in_order_and_in_their_direction_only() -> None:  # A2
     handshake = Handshake(tokens.Token(b"s" * 32, __import__("pathlib").Path("x")), bytes(32), bytes(32))
     up, down = handshake.keys()
-    sealer, opener = Sealer(up), Opener(up)
-    first, second = (bytes(sealer.seal(Kind.BEAT, b"{}")) for _ in range(2))
+    sealer, opener = Sealer(up), FrameOpener(up)
+    first, second = (bytes(sealer.seal(FrameKind.BEAT, b"{}")) for _ in range(2))
     with pytest.raises(ProtocolError, match="frame 1 came, 0 was to come"):
         opener.parse(second)
     opener.open(first, opener.parse(first))
     with pytest.raises(ProtocolError, match="frame 0 came, 1 was to come"):
         opener.parse(first)
-    other = Opener(down)
+    other = FrameOpener(down)
     with pytest.raises(ProtocolError, match="comes from somebody else"):
         other.open(first, other.parse(first))
 
@@ -127,14 +129,14 @@ JSON = st.recursive(
 )
 
 
-@given(st.sampled_from(list(Kind)), st.data())
-def test_bodies_refuse_whatever_is_not_theirs(kind: Kind, data: st.DataObject) -> None:  # A6
+@given(st.sampled_from(list(FrameKind)), st.data())
+def test_bodies_refuse_whatever_is_not_theirs(kind: FrameKind, data: st.DataObject) -> None:  # A6
     fields = list(bodies._FIELDS.get(kind, {}))
     body = data.draw(st.fixed_dictionaries(dict.fromkeys(fields, JSON)) | JSON)
     encoded = data.draw(st.sampled_from([json.dumps(body).encode(), b"\xff" + json.dumps(body).encode(), b"[" * 2000]))
     try:
         found = bodies.decode(kind, encoded)
-        if kind == Kind.DEFINE:
+        if kind == FrameKind.DEFINE:
             bodies.plan_from_body(found)
     except ProtocolError:
         return
@@ -161,14 +163,14 @@ def test_plan_from_a_body_refuses_what_cannot_be(change: dict[str, object]) -> N
     plan = make_plan([Variable("a", (2,), torch.float32)], 1)
     common = {"shard": 0, "optimizers": [], "pacing": [None, None, [], 60.0, []], "has_values": True, "is_open": True}
     body = {**bodies.plan_to_body(plan), **common}
-    assert bodies.plan_from_body(bodies.decode(Kind.DEFINE, bodies.encode(Kind.DEFINE, body))) == plan
+    assert bodies.plan_from_body(bodies.decode(FrameKind.DEFINE, bodies.encode(FrameKind.DEFINE, body))) == plan
     with pytest.raises(ProtocolError):
-        bodies.plan_from_body(bodies.decode(Kind.DEFINE, json.dumps({**body, **change}).encode()))
+        bodies.plan_from_body(bodies.decode(FrameKind.DEFINE, json.dumps({**body, **change}).encode()))
 
 
 def test_body_with_a_name_twice_is_refused() -> None:  # A6
     with pytest.raises(ProtocolError, match="not valid JSON"):
-        bodies.decode(Kind.FENCED, b'{"why": "a", "why": "b"}')
+        bodies.decode(FrameKind.FENCED, b'{"why": "a", "why": "b"}')
 
 
 def test_optimizer_travels_without_code() -> None:
@@ -180,11 +182,11 @@ def test_too_many_variables_are_refused_where_they_are_named() -> None:
     plan = make_plan([Variable(f"{number}{'x' * 2000}", (1,), torch.float32) for number in range(600)], 1)
     common = {"shard": 0, "optimizers": [], "pacing": [None, None, [], 60.0, []], "has_values": True, "is_open": True}
     with pytest.raises(ParameterError, match="fewer variables"):
-        bodies.encode(Kind.DEFINE, {**bodies.plan_to_body(plan), **common})
+        bodies.encode(FrameKind.DEFINE, {**bodies.plan_to_body(plan), **common})
 
 
 def test_frame_of_the_largest_chunk_is_within_the_limit() -> None:
-    frame = bytes(Sealer(KEY).seal(Kind.DATA, bytes(frames.MOST_PAYLOAD_BYTES)))
+    frame = bytes(Sealer(KEY).seal(FrameKind.DATA, bytes(frames.MOST_PAYLOAD_BYTES)))
     assert len(frame) == frames.MOST_FRAME_BYTES
     assert frames.parse(frame).length == frames.MOST_PAYLOAD_BYTES
     with pytest.raises(ProtocolError, match="bytes, got"):

@@ -13,7 +13,7 @@ import torch
 from stratagem.errors import ParameterServerLostError, ProtocolError
 from stratagem.parameters.network import same_host_memory
 from stratagem.parameters.network.compression import Compression
-from stratagem.parameters.network.frames import Kind
+from stratagem.parameters.network.frames import FrameKind
 from stratagem.parameters.network.same_host_memory import Nearby
 from stratagem.parameters.network.server.pacing import Pacing
 from stratagem.parameters.protocol import Piece, Variable, Verdict
@@ -122,13 +122,13 @@ def test_worker_that_speaks_of_memory_that_it_has_not_shared_is_out(new_cluster:
     }
     with Attacker(cluster.spec) as attacker:
         attacker.attach(1)
-        attacker.ask(Kind.SHARE, offer)
+        attacker.ask(FrameKind.SHARE, offer)
         assert attacker.answer()[1]["verdict"] == ""  # it is not there
-        attacker.ask(Kind.PUSH, {**PUSH, "is_shared": True}, 2)
+        attacker.ask(FrameKind.PUSH, {**PUSH, "is_shared": True}, 2)
         assert attacker.is_out()
     with Attacker(cluster.spec) as attacker:
         attacker.attach(1)
-        attacker.ask(Kind.SHARE, {**offer, "num_bytes": 2**62})
+        attacker.ask(FrameKind.SHARE, {**offer, "num_bytes": 2**62})
         assert attacker.is_out()
     assert is_untouched(trainer)
 

@@ -25,12 +25,12 @@ from stratagem.errors import (
     ParameterServerLostError,
 )
 from stratagem.parameters.network import bodies
-from stratagem.parameters.network.client.connection import Pending, RetryError
+from stratagem.parameters.network.client.connection import PendingReply, RetryError
 from stratagem.parameters.network.client.parameter_client import ParameterClient
 from stratagem.parameters.network.compression import Compression
-from stratagem.parameters.network.frames import Kind
+from stratagem.parameters.network.frames import FrameKind
 from stratagem.parameters.network.server import held_pushes
-from stratagem.parameters.network.server.serving import ParameterServer
+from stratagem.parameters.network.server.ps_server import ParameterServer
 from stratagem.parameters.network.shard_states import StateOfAll, described
 from stratagem.parameters.partitioning import make_plan
 from stratagem.parameters.protocol import OptimizerSpec, Variable, Verdict, describe_optimizer
@@ -211,11 +211,11 @@ def test_all_shards_of_a_state_have_seen_the_same_pushes(new_cluster: NewCluster
 
 
 def held(trainer: Trainer) -> None:
-    trainer.client._talk.finish({0: Pending(Kind.HOLD, {})})
+    trainer.client._talk.finish({0: PendingReply(FrameKind.HOLD, {})})
 
 
-def state_at(trainer: Trainer, up_to: dict[str, int]) -> Pending:
-    asked = Pending(Kind.STATE, {"up_to": up_to}, (), StateOfAll.rooms(trainer.plan, 0))
+def state_at(trainer: Trainer, up_to: dict[str, int]) -> PendingReply:
+    asked = PendingReply(FrameKind.STATE, {"up_to": up_to}, (), StateOfAll.rooms(trainer.plan, 0))
     trainer.client._talk.ask({0: asked})
     trainer.client._talk.wait({0: asked})
     return asked
@@ -257,7 +257,7 @@ def pushed_to(trainer: Trainer, shard: int) -> None:
         **{"number": 1, "version": 0, "clock": 1, "optimizer": 0, "weight": 1, "options": None},
         **{"gradients": [], "assigned": [], "then_pull": False, "is_shared": False},
     }
-    trainer.client._talk.finish({shard: Pending(Kind.PUSH, body)})
+    trainer.client._talk.finish({shard: PendingReply(FrameKind.PUSH, body)})
 
 
 def test_state_without_a_push_that_one_server_alone_has_is_none(
@@ -474,7 +474,7 @@ def test_description_of_a_state_of_many_variables_fits_into_a_frame() -> None:
     plan = make_plan([Variable(f"layers.{number}.weight", (2,), torch.float32) for number in range(20_000)], 1)
     kept = {each.name: {"step": torch.ones(()), "exp_avg": torch.ones(2)} for each in plan.variables}
     saved, tensors = described(plan.shards[0], [kept])
-    bodies.encode(Kind.LOAD, {"version": 1, "saved": saved})
+    bodies.encode(FrameKind.LOAD, {"version": 1, "saved": saved})
     assert len(tensors) == 40_000
 
 

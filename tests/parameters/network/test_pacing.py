@@ -13,9 +13,9 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import ParameterError
-from stratagem.parameters.network.frames import Kind
+from stratagem.parameters.network.frames import FrameKind
 from stratagem.parameters.network.server import pacing
-from stratagem.parameters.network.server.client_requests import Request, number_of
+from stratagem.parameters.network.server.client_requests import ClientRequest, number_of
 from stratagem.parameters.network.server.pacing import Pace, Pacing
 from stratagem.parameters.partitioning import make_plan
 from stratagem.parameters.protocol import OptimizerSpec, Push, Rows, Variable, Verdict
@@ -117,7 +117,7 @@ def test_worker_that_comes_while_a_push_is_on_its_way_is_as_far_in_all_servers()
         paces.append(Pace(Pacing(max_ahead=0), shard, tell, lambda *_: pytest.fail("a push failed")))
 
     def push(server: int, worker: int, number: int, clock: int) -> None:
-        request = Request(worker, Kind.PUSH, {"clock": clock}, (), lambda *_: None)
+        request = ClientRequest(worker, FrameKind.PUSH, {"clock": clock}, (), lambda *_: None)
         paces[server].push(request, Push(worker, 1, number, 0, {"a": torch.ones(1)}))
 
     first, new = 0, 1

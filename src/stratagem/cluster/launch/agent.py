@@ -19,11 +19,11 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
-from stratagem.cluster.launch.ctrl_c import Interrupts
+from stratagem.cluster.launch.ctrl_c import CtrlC
 from stratagem.cluster.launch.failures import Failure, as_shown, first_cause
-from stratagem.cluster.launch.plan import TRAINING, Plan
+from stratagem.cluster.launch.plan import TRAINING, LaunchPlan
 from stratagem.cluster.launch.rendezvous import Meeting
-from stratagem.cluster.launch.task_processes import Crew, Processes, Task
+from stratagem.cluster.launch.task_processes import LaunchedTask, Processes, TaskProcesses
 from stratagem.cluster.spec import CHIEF, EVALUATOR, PS, WORKER
 from stratagem.devices.host import Host
 from stratagem.errors import LaunchError
@@ -68,13 +68,13 @@ class TaskAgent(SimpleElasticAgent):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LaunchPlan,
         *,
         crew: Processes,
         meeting: Meeting,
-        interrupts: Interrupts,
+        interrupts: CtrlC,
         patience: Patience,
-        new_tasks: Callable[[int], Sequence[Task]],
+        new_tasks: Callable[[int], Sequence[LaunchedTask]],
         say: Callable[[str], None],
     ) -> None:
         self._plan = plan
@@ -138,7 +138,7 @@ class TaskAgent(SimpleElasticAgent):
         On several machines all tasks are: the launchers of the others have heard of the failure already.
         """
         offers = self._meeting.offers
-        if not isinstance(self._crew, Crew) or len(offers) != 1 or PS not in offers[0].jobs:
+        if not isinstance(self._crew, TaskProcesses) or len(offers) != 1 or PS not in offers[0].jobs:
             return
         first = CHIEF if CHIEF in offers[0].jobs else f"{WORKER}/0"
         for ended in self._crew.failed():

@@ -16,7 +16,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @final
-class Interrupts:
+class CtrlC:
     """Catches Ctrl-C, SIGTERM and SIGHUP while it is entered; the second one means: at once."""
 
     def __init__(self) -> None:

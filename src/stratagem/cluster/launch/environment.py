@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 
 from stratagem import _env
-from stratagem.cluster.launch.plan import TRAINING, Plan, Seat
-from stratagem.cluster.launch.task_processes import Task
+from stratagem.cluster.launch.plan import TRAINING, LaunchPlan, Seat
+from stratagem.cluster.launch.task_processes import LaunchedTask
 from stratagem.cluster.spec import CHIEF, EVALUATOR, ClusterSpec
 from stratagem.errors import ClusterSpecError, LaunchError
 
@@ -44,7 +44,7 @@ class Offer:
         return cls(**json.loads(text))
 
 
-def tasks_here(plan: Plan, offers: Sequence[Offer], *, restart: int, token_file: str) -> list[Task]:
+def tasks_here(plan: LaunchPlan, offers: Sequence[Offer], *, restart: int, token_file: str) -> list[LaunchedTask]:
     """The tasks of this machine, with all that they are told.
 
     Args:
@@ -74,7 +74,7 @@ def tasks_here(plan: Plan, offers: Sequence[Offer], *, restart: int, token_file:
             "TORCHELASTIC_RESTART_COUNT": str(restart),
             "TORCHELASTIC_MAX_RESTARTS": str(order.max_restarts),
         }
-        tasks.append(Task(name, number, seat, _env.for_process(changes)))
+        tasks.append(LaunchedTask(name, number, seat, _env.for_process(changes)))
     return tasks
 
 
@@ -93,7 +93,7 @@ def _cluster(offers: Sequence[Offer]) -> ClusterSpec:
         raise LaunchError(f"the machines do not make a cluster: {error}") from error
 
 
-def _for_torch(plan: Plan, seat: Seat, index: int, offers: Sequence[Offer]) -> dict[str, str | None]:
+def _for_torch(plan: LaunchPlan, seat: Seat, index: int, offers: Sequence[Offer]) -> dict[str, str | None]:
     """Ranks and sizes as torchrun gives them, counted over the tasks that train."""
     here = [each for each in plan.seats if each.trains]
     sizes = [sum(len(offer.jobs.get(job, ())) for job in TRAINING) for offer in offers]

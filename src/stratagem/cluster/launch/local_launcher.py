@@ -19,16 +19,16 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from stratagem.cluster import token
 from stratagem.cluster.launch.agent import Patience, TaskAgent
-from stratagem.cluster.launch.ctrl_c import Interrupts
+from stratagem.cluster.launch.ctrl_c import CtrlC
 from stratagem.cluster.launch.environment import Offer, tasks_here
 from stratagem.cluster.launch.failures import Failure
-from stratagem.cluster.launch.machines_meeting import Link, linked
+from stratagem.cluster.launch.machines_meeting import MachineLink, linked
 from stratagem.cluster.launch.output import Screen
-from stratagem.cluster.launch.plan import Order, Plan
+from stratagem.cluster.launch.plan import LaunchPlan, Order
 from stratagem.cluster.launch.ports import Ports
 from stratagem.cluster.launch.rendezvous import Meeting
 from stratagem.cluster.launch.run_directory import RunDirectory
-from stratagem.cluster.launch.task_processes import Crew, Processes
+from stratagem.cluster.launch.task_processes import Processes, TaskProcesses
 from stratagem.cluster.spec import EVALUATOR
 from stratagem.errors import TaskLostError
 
@@ -36,7 +36,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class LaunchOutcome:
     """How a launch has ended.
 
     Args:
@@ -55,7 +55,7 @@ class Outcome:
 class Launcher(Protocol):
     """A way of starting the tasks of a plan."""
 
-    def launch(self, plan: Plan) -> Outcome:
+    def launch(self, plan: LaunchPlan) -> LaunchOutcome:
         """Runs all tasks until they have ended."""
 
 
@@ -83,26 +83,28 @@ class LocalLauncher:
         self._log_dir = log_dir
         self._patience = patience or Patience()
 
-    def launch(self, plan: Plan) -> Outcome:
+    def launch(self, plan: LaunchPlan) -> LaunchOutcome:
         """Runs all tasks until they have ended.
 
         Raises:
             LaunchError: They could not be started.
         """
-        with quiet(), Interrupts() as interrupts, RunDirectory(self._log_dir) as directory:
+        with quiet(), CtrlC() as interrupts, RunDirectory(self._log_dir) as directory:
             try:
                 with _link(plan.order, directory, interrupts) as link, contextlib.closing(Ports(link.host)) as ports:
                     outcome = self._run(plan, link, _offer(plan, ports), directory, interrupts)
             except _CutShortError as error:
                 outcome = error.outcome
             except SignalException as stopped:  # before there was anything to stop
-                outcome = Outcome(128 + stopped.sigval, stopped_by=stopped.sigval)
+                outcome = LaunchOutcome(128 + stopped.sigval, stopped_by=stopped.sigval)
             directory.succeeded = outcome.code == 0
             return dataclasses.replace(outcome, logs=directory.kept_logs())
 
-    def _run(self, plan: Plan, link: Link, offer: Offer, directory: RunDirectory, interrupts: Interrupts) -> Outcome:
+    def _run(
+        self, plan: LaunchPlan, link: MachineLink, offer: Offer, directory: RunDirectory, interrupts: CtrlC
+    ) -> LaunchOutcome:
         command = plan.order.program.command
-        crew = Crew(command, directory=directory, screen=self._screen, interrupts=interrupts, say=self._say)
+        crew = TaskProcesses(command, directory=directory, screen=self._screen, interrupts=interrupts, say=self._say)
         meeting = Meeting(
             link.store,
             machine=plan.order.machine,
@@ -123,11 +125,11 @@ class LocalLauncher:
             result = agent.run()
         except SignalException as stopped:
             code = code_when_stopped(crew, stopped.sigval)
-            raise _CutShortError(str(stopped), Outcome(code, tuple(agent.failures), stopped.sigval)) from None
+            raise _CutShortError(str(stopped), LaunchOutcome(code, tuple(agent.failures), stopped.sigval)) from None
         except TaskLostError as error:
             lost = link.lost() or Failure(f"machine 0 ({plan.order.machine.endpoint})", 1, f"was lost: {error}")
-            raise _CutShortError(lost.describe(), Outcome(lost.code, (*agent.failures, lost))) from None
-        return Outcome(agent.failures[-1].code if result.is_failed() else 0, tuple(agent.failures))
+            raise _CutShortError(lost.describe(), LaunchOutcome(lost.code, (*agent.failures, lost))) from None
+        return LaunchOutcome(agent.failures[-1].code if result.is_failed() else 0, tuple(agent.failures))
 
 
 @contextlib.contextmanager
@@ -150,22 +152,22 @@ def quiet() -> Iterator[None]:
 class _CutShortError(Exception):
     """A run has ended in a way that other machines must be told of."""
 
-    def __init__(self, why: str, outcome: Outcome) -> None:
+    def __init__(self, why: str, outcome: LaunchOutcome) -> None:
         super().__init__(why)
         self.outcome = outcome
 
 
 @contextlib.contextmanager
-def _link(order: Order, directory: RunDirectory, interrupts: Interrupts) -> Iterator[Link]:
+def _link(order: Order, directory: RunDirectory, interrupts: CtrlC) -> Iterator[MachineLink]:
     if order.machine.count > 1:
         with linked(order, interrupts) as link:
             yield link
     else:
         token.create(directory.token)
-        yield Link(HashStore(), _LOOPBACK, str(directory.token))
+        yield MachineLink(HashStore(), _LOOPBACK, str(directory.token))
 
 
-def _offer(plan: Plan, ports: Ports) -> Offer:
+def _offer(plan: LaunchPlan, ports: Ports) -> Offer:
     """Addresses for all tasks of this machine; an evaluator needs none, since nobody connects to it."""
     jobs: dict[str, list[str]] = {}
     for seat in plan.seats:

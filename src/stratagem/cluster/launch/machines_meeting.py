@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from stratagem.cluster import token as tokens
-from stratagem.cluster.launch.ctrl_c import Interrupts
+from stratagem.cluster.launch.ctrl_c import CtrlC
 from stratagem.cluster.launch.failures import Failure
 from stratagem.cluster.launch.plan import Order
 from stratagem.cluster.membership.membership import Membership
@@ -22,7 +22,7 @@ from stratagem.errors import ClusterError, LaunchError
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class MachineLink:
     """What a launcher has of the others.
 
     Args:
@@ -41,7 +41,7 @@ class Link:
 
 
 @contextlib.contextmanager
-def linked(order: Order, interrupts: Interrupts) -> Iterator[Link]:
+def linked(order: Order, interrupts: CtrlC) -> Iterator[MachineLink]:
     """Joins the launchers of all machines, and leaves them at the end.
 
     Raises:
@@ -61,7 +61,9 @@ def linked(order: Order, interrupts: Interrupts) -> Iterator[Link]:
             membership.join()
         try:
             host = machine.address or membership.own_host
-            yield Link(ClusterStore(membership), host, token_file, membership.raise_if_lost, lambda: _lost(membership))
+            yield MachineLink(
+                ClusterStore(membership), host, token_file, membership.raise_if_lost, lambda: _lost(membership)
+            )
         except BaseException as error:
             membership.fail(str(error))
             raise

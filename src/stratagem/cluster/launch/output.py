@@ -66,7 +66,7 @@ class _Stream:
 
 
 @final
-class Output:
+class TaskOutput:
     """The output of all tasks of one start; a thread reads it between `start` and `close`."""
 
     def __init__(self, folder: Path, screen: Screen) -> None:

@@ -10,13 +10,13 @@ from typing import Final
 
 from stratagem import _env
 from stratagem.cluster.address import Address
-from stratagem.cluster.launch.user_program import Program
+from stratagem.cluster.launch.user_program import UserProgram
 from stratagem.cluster.spec import CHIEF, EVALUATOR, PS, WORKER
 from stratagem.devices import requested
+from stratagem.devices.device_spec import CPU, GPU
 from stratagem.devices.division import split_cores
 from stratagem.devices.inventory import Inventory
-from stratagem.devices.requested import Request
-from stratagem.devices.spec import CPU, GPU
+from stratagem.devices.requested import DeviceRequest
 from stratagem.errors import ClusterSpecError, LaunchError, StratagemError
 
 JOBS: Final = (CHIEF, WORKER, PS, EVALUATOR)
@@ -76,7 +76,7 @@ class Order:
         machine: Which of several machines this is.
     """
 
-    program: Program
+    program: UserProgram
     devices: str | None = None
     num_workers: int | None = None
     num_ps: int = 0
@@ -138,7 +138,7 @@ class Seat:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """What is started on this machine, and why so."""
 
     order: Order
@@ -153,7 +153,7 @@ class Plan:
         return [f"{seat.job} {seat.number} here" if several else f"{seat.job}/{seat.number}" for seat in self.seats]
 
 
-def make_plan(order: Order, inventory: Inventory) -> Plan:
+def make_plan(order: Order, inventory: Inventory) -> LaunchPlan:
     """Divides this machine over the tasks of an order.
 
     Raises:
@@ -176,10 +176,10 @@ def make_plan(order: Order, inventory: Inventory) -> Plan:
     reasons = [why_cores, why_gpus]
     if serving:
         reasons.append("ps and evaluator tasks may use all cores, and no GPU: they mostly wait")
-    return Plan(order, tuple(seats), tuple(filter(None, reasons)))
+    return LaunchPlan(order, tuple(seats), tuple(filter(None, reasons)))
 
 
-def check_devices(text: str, inventory: Inventory) -> Request:
+def check_devices(text: str, inventory: Inventory) -> DeviceRequest:
     """Reads what `--devices` asks for, and refuses what this machine does not have."""
     try:
         request = requested.parse(text)
@@ -198,7 +198,7 @@ def _share_cores(inventory: Inventory, num_tasks: int) -> tuple[list[tuple[int, 
 
 
 def _share_gpus(
-    inventory: Inventory, request: Request | None, num_tasks: int
+    inventory: Inventory, request: DeviceRequest | None, num_tasks: int
 ) -> tuple[list[tuple[str, ...] | None], str]:
     """A part of the visible GPUs for each training task, as entries of `CUDA_VISIBLE_DEVICES`."""
     mask = _env.cuda_visible_devices()

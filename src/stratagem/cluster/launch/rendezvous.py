@@ -12,7 +12,7 @@ from typing import final
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # not in its __all__
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from stratagem.cluster.launch.ctrl_c import Interrupts
+from stratagem.cluster.launch.ctrl_c import CtrlC
 from stratagem.cluster.launch.environment import Offer
 from stratagem.cluster.launch.failures import Failure
 from stratagem.cluster.launch.plan import Machine
@@ -40,7 +40,7 @@ class Meeting(RendezvousHandler):
         *,
         machine: Machine,
         offer: Offer,
-        interrupts: Interrupts,
+        interrupts: CtrlC,
         raise_if_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, final
 
 from stratagem.cluster.launch import task_start
-from stratagem.cluster.launch.ctrl_c import Interrupts
+from stratagem.cluster.launch.ctrl_c import CtrlC
 from stratagem.cluster.launch.failures import Failure, explain
-from stratagem.cluster.launch.output import Output, Screen
+from stratagem.cluster.launch.output import Screen, TaskOutput
 from stratagem.cluster.launch.plan import JOBS, Seat
 from stratagem.cluster.launch.run_directory import RunDirectory
 from stratagem.cluster.spec import PS
@@ -30,7 +30,7 @@ _PATIENT_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class LaunchedTask:
     """One process to start.
 
     Args:
@@ -56,7 +56,7 @@ class Ended:
         asked: Whether it had been asked to end; else it did so by itself.
     """
 
-    task: Task
+    task: LaunchedTask
     code: int
     at: float
     asked: bool
@@ -67,7 +67,7 @@ class Processes(Protocol):
 
     ended: list[Ended]
 
-    def start(self, tasks: Sequence[Task], *, restart: int) -> list[int]:
+    def start(self, tasks: Sequence[LaunchedTask], *, restart: int) -> list[int]:
         """Starts all tasks; their process ids."""
 
     def poll(self) -> None:
@@ -90,7 +90,7 @@ class Processes(Protocol):
 
 
 @final
-class Crew:
+class TaskProcesses:
     """The processes of all tasks on this machine.
 
     Args:
@@ -107,7 +107,7 @@ class Crew:
         *,
         directory: RunDirectory,
         screen: Screen,
-        interrupts: Interrupts,
+        interrupts: CtrlC,
         say: Callable[[str], None],
     ) -> None:
         self._command = command
@@ -115,17 +115,17 @@ class Crew:
         self._screen = screen
         self._interrupts = interrupts
         self._say = say
-        self._running: dict[int, tuple[Task, subprocess.Popen[bytes]]] = {}
+        self._running: dict[int, tuple[LaunchedTask, subprocess.Popen[bytes]]] = {}
         self._asked: set[int] = set()
-        self._output: Output | None = None
-        self._last_output: Output | None = None
+        self._output: TaskOutput | None = None
+        self._last_output: TaskOutput | None = None
         self.ended: list[Ended] = []
 
-    def start(self, tasks: Sequence[Task], *, restart: int) -> list[int]:
+    def start(self, tasks: Sequence[LaunchedTask], *, restart: int) -> list[int]:
         """Starts all tasks; their process ids."""
         self.ended = []
         self._asked.clear()
-        self._output = Output(self._directory.logs, self._screen)
+        self._output = TaskOutput(self._directory.logs, self._screen)
         pids = [self._start(self._output, task, restart) for task in tasks]
         self._output.start(pids)
         return pids
@@ -190,7 +190,7 @@ class Crew:
         """The last that each task wrote whose output was shown; after `stop`."""
         return self._last_output.shown() if self._last_output is not None else {}
 
-    def _start(self, output: Output, task: Task, restart: int) -> int:
+    def _start(self, output: TaskOutput, task: LaunchedTask, restart: int) -> int:
         out, err = output.open(task.name, task.number, restart=restart)
         try:
             process = subprocess.Popen(

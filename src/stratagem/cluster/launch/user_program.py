@@ -16,7 +16,7 @@ from stratagem.errors import LaunchError
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class UserProgram:
     """What every task runs.
 
     Args:

@@ -15,9 +15,9 @@ from stratagem.cluster import channel as channels
 from stratagem.cluster.address import Address
 from stratagem.cluster.channel import Channel, ClosedError, SilentError
 from stratagem.cluster.membership.compatibility import Introduction
-from stratagem.cluster.membership.member_messages import Body, Kind, shortened
+from stratagem.cluster.membership.member_messages import Body, MessageKind, shortened
 from stratagem.cluster.membership.members import Member, Pulse, TaskLost, keep_looking, missing_text, why_closed
-from stratagem.cluster.membership.shared_values import Reply, Request
+from stratagem.cluster.membership.shared_values import Reply, ValueRequest
 from stratagem.cluster.spec import Task
 from stratagem.cluster.token import Token
 from stratagem.errors import ClusterJoinError, ProtocolError, TaskLostError
@@ -113,7 +113,7 @@ class Follower:
         except TimeoutError:
             raise ClusterJoinError(missing_text(self._participants, self._present, timeout_s, reason)) from None
 
-    async def request(self, request: Request) -> Reply:
+    async def request(self, request: ValueRequest) -> Reply:
         """Asks the store of the keeper.
 
         Raises:
@@ -125,7 +125,7 @@ class Follower:
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
-            self._channel.send(Kind.REQUEST, request.to_body(number))
+            self._channel.send(MessageKind.REQUEST, request.to_body(number))
             return await answer
         except ClosedError as error:
             raise TaskLostError(f"{self._participants[0]}, which keeps the store, is gone: {error}") from None
@@ -134,34 +134,34 @@ class Follower:
 
     async def leave(self, linger_s: float) -> None:
         """Takes leave of the keeper, and waits a moment for its answer. Nobody needs this task to linger."""
-        await self._end(Kind.LEAVE, {})
+        await self._end(MessageKind.LEAVE, {})
 
     async def fail(self, why: str) -> None:
         """Tells the keeper, and so all, that this task has failed."""
-        await self._end(Kind.FAIL, {"why": shortened(why)})
+        await self._end(MessageKind.FAIL, {"why": shortened(why)})
 
     async def _ask(self, channel: Channel, limit: asyncio.Timeout, timeout_s: float) -> str:
         """Waits for the keeper to take this task in; returns why it should try again, or nothing."""
         self._channel, has_come = channel, False
         looking: asyncio.Task[None] | None = None
         try:
-            channel.send(Kind.JOIN, self._own.to_body())
+            channel.send(MessageKind.JOIN, self._own.to_body())
             looking = asyncio.create_task(keep_looking(self._rhythm[0], self._beat, lambda: None))
             while True:
                 kind, body = await channel.receive()
-                if kind == Kind.HERE:
+                if kind == MessageKind.HERE:
                     self._present = [*dict.fromkeys([*body["tasks"], self._own.task])]
                     if not has_come:
                         # From now on the keeper knows best how long to wait; who gives up before it is missed by all.
                         has_come = True
                         limit.reschedule(asyncio.get_running_loop().time() + timeout_s + _PATIENCE_S)
-                elif kind == Kind.READY:
+                elif kind == MessageKind.READY:
                     self._begin(body, channel)
                     return ""
-                elif kind == Kind.REFUSED and not body["retry"]:
+                elif kind == MessageKind.REFUSED and not body["retry"]:
                     raise ClusterJoinError(body["why"])
-                elif kind != Kind.BEAT:
-                    why = f"says: {body['why']}" if kind == Kind.REFUSED else "has ended"
+                elif kind != MessageKind.BEAT:
+                    why = f"says: {body['why']}" if kind == MessageKind.REFUSED else "has ended"
                     break
         except ClosedError as error:
             why = f"was there, then {error}"
@@ -194,13 +194,13 @@ class Follower:
             self._lose_keeper(f"it broke the rules for messages: {error}")
         channel.abort()
 
-    def _take(self, kind: Kind, body: Body) -> None:
+    def _take(self, kind: MessageKind, body: Body) -> None:
         keeper = self._came[0]
-        if kind == Kind.REPLY:
+        if kind == MessageKind.REPLY:
             answer = self._waiting.get(body["id"])
             if answer is not None and not answer.done():
                 answer.set_result(Reply.from_body(body))
-        elif kind == Kind.LOST:
+        elif kind == MessageKind.LOST:
             lost = TaskLost.from_body(body)
             self._gone.add(lost.member.task)
             if lost.member.task == keeper.task:
@@ -208,26 +208,26 @@ class Follower:
                 self._lose_keeper(lost.why)
             else:
                 self._on_lost(lost)
-        elif kind == Kind.FENCED:
+        elif kind == MessageKind.FENCED:
             self._fence(f"{keeper.task} had declared this task lost: {body['why']}")
-        elif kind == Kind.LEFT:
+        elif kind == MessageKind.LEFT:
             self._gone.add(body["task"])
             if body["task"] == keeper.task:
                 self._has_ended = True
                 self._give_up(f"{keeper}, which keeps the store, has left the cluster")
-        elif kind != Kind.BEAT:
+        elif kind != MessageKind.BEAT:
             raise ProtocolError(f"the keeper does not send {kind.name}")
 
     def _beat(self) -> None:
-        self._send(Kind.BEAT)
+        self._send(MessageKind.BEAT)
 
     def _look(self) -> None:
         if self._keeper_is_gone is None and self._channel is not None and self._pulse.is_lost():
             why = self._pulse.why(self._channel)
-            self._send(Kind.FAIL, {"why": f"it lost contact with {self._came[0].task}: {why}"})
+            self._send(MessageKind.FAIL, {"why": f"it lost contact with {self._came[0].task}: {why}"})
             self._lose_keeper(why)
 
-    def _send(self, kind: Kind, body: Body | None = None) -> None:
+    def _send(self, kind: MessageKind, body: Body | None = None) -> None:
         """Sends, unless the keeper is gone; that it is gone is noticed by whoever reads."""
         if self._channel is not None and self._keeper_is_gone is None:
             try:
@@ -256,7 +256,7 @@ class Follower:
             if not answer.done():
                 answer.set_exception(TaskLostError(why))
 
-    async def _end(self, kind: Kind, body: Body) -> None:
+    async def _end(self, kind: MessageKind, body: Body) -> None:
         if self._channel is None:
             return
         self._send(kind, body)

@@ -13,9 +13,9 @@ from typing import Final, final
 
 from stratagem.cluster.channel import Channel, ClosedError
 from stratagem.cluster.membership.compatibility import Introduction, disagreement
-from stratagem.cluster.membership.member_messages import Body, Kind, shortened
+from stratagem.cluster.membership.member_messages import Body, MessageKind, shortened
 from stratagem.cluster.membership.members import Member, Pulse, TaskLost, keep_looking, missing_text, why_closed
-from stratagem.cluster.membership.shared_values import Reply, Request, Values
+from stratagem.cluster.membership.shared_values import Reply, ValueRequest, Values
 from stratagem.cluster.spec import Task
 from stratagem.errors import ClusterJoinError, ProtocolError
 
@@ -37,7 +37,7 @@ class _Joined:
     has_left: bool = False
     requests: set["asyncio.Task[None]"] = dataclasses.field(default_factory=set)
 
-    def send(self, kind: Kind, body: Body | None = None) -> None:
+    def send(self, kind: MessageKind, body: Body | None = None) -> None:
         """Sends, if it can; that it cannot is noticed by whoever reads."""
         try:
             self.channel.send(kind, body)
@@ -117,7 +117,7 @@ class Keeper:
         refusal = self._why_refused(who, channel)
         if refusal is not None:
             why, retry = refusal
-            channel.send(Kind.REFUSED, {"why": shortened(why), "retry": retry})
+            channel.send(MessageKind.REFUSED, {"why": shortened(why), "retry": retry})
             return
         task = self._expected[who.task]
         address = channel.peer_host if task.address is None else str(task.address)
@@ -138,7 +138,7 @@ class Keeper:
                 request.cancel()
         self._gone(joined, why)
 
-    async def request(self, request: Request) -> Reply:
+    async def request(self, request: ValueRequest) -> Reply:
         """What this task itself wants of the store."""
         return await self._values.answer(request)
 
@@ -147,11 +147,11 @@ class Keeper:
         deadline = time.monotonic() + linger_s
         while self._joined and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_S)
-        await self._end(Kind.LEFT, {"task": self._own.task})
+        await self._end(MessageKind.LEFT, {"task": self._own.task})
 
     async def fail(self, why: str) -> None:
         """Tells all that this task has failed."""
-        await self._end(Kind.LOST, TaskLost(self._self(), shortened(why)).to_body())
+        await self._end(MessageKind.LOST, TaskLost(self._self(), shortened(why)).to_body())
 
     def _self(self) -> Member:
         return Member(self._own.task, str(self._expected[self._own.task].address), self._own.machine, self._own.pid)
@@ -188,11 +188,11 @@ class Keeper:
             return
         here = self.members
         if len(here) < len(self._expected):
-            self._tell_all(Kind.HERE, {"tasks": [member.task for member in here]})
+            self._tell_all(MessageKind.HERE, {"tasks": [member.task for member in here]})
         elif self._gathered is not None and not self._gathered.done():
             self._is_ready = True
             self._tell_all(
-                Kind.READY,
+                MessageKind.READY,
                 {
                     "members": [member.to_body() for member in here],
                     "heartbeat_s": self._heartbeat_s,
@@ -206,7 +206,7 @@ class Keeper:
         self._is_over = True
         if self._looking is not None:
             self._looking.cancel()
-        self._tell_all(Kind.REFUSED, {"why": shortened(why), "retry": False})
+        self._tell_all(MessageKind.REFUSED, {"why": shortened(why), "retry": False})
         if self._gathered is not None and not self._gathered.done():
             self._gathered.set_exception(ClusterJoinError(why))
 
@@ -215,26 +215,26 @@ class Keeper:
         while True:
             kind, body = await joined.channel.receive()
             if joined.is_lost:
-                joined.send(Kind.FENCED, {"why": self._fenced[joined.incarnation].why})
+                joined.send(MessageKind.FENCED, {"why": self._fenced[joined.incarnation].why})
                 continue
             joined.pulse.heard()
-            if kind == Kind.REQUEST:
+            if kind == MessageKind.REQUEST:
                 if len(joined.requests) >= _MOST_REQUESTS:
                     raise ProtocolError(f"more than {_MOST_REQUESTS} requests at once")
-                request = asyncio.create_task(self._answer(joined, body["id"], Request.from_body(body)))
+                request = asyncio.create_task(self._answer(joined, body["id"], ValueRequest.from_body(body)))
                 joined.requests.add(request)
                 request.add_done_callback(joined.requests.discard)
-            elif kind == Kind.LEAVE:
+            elif kind == MessageKind.LEAVE:
                 joined.has_left = True
-                joined.send(Kind.LEFT, {"task": joined.member.task})
+                joined.send(MessageKind.LEFT, {"task": joined.member.task})
                 return ""
-            elif kind == Kind.FAIL:
+            elif kind == MessageKind.FAIL:
                 return str(body["why"])
-            elif kind != Kind.BEAT:
+            elif kind != MessageKind.BEAT:
                 raise ProtocolError(f"a task that has joined does not send {kind.name}")
 
-    async def _answer(self, joined: _Joined, number: int, request: Request) -> None:
-        joined.send(Kind.REPLY, (await self._values.answer(request)).to_body(number))
+    async def _answer(self, joined: _Joined, number: int, request: ValueRequest) -> None:
+        joined.send(MessageKind.REPLY, (await self._values.answer(request)).to_body(number))
 
     def _gone(self, joined: _Joined, why: str) -> None:
         if self._is_over or joined.is_lost or self._joined.get(joined.member.task) is not joined:
@@ -243,7 +243,7 @@ class Keeper:
         if not self._is_ready:
             self._announce()  # it may come again
         elif joined.has_left:
-            self._tell_all(Kind.LEFT, {"task": joined.member.task})
+            self._tell_all(MessageKind.LEFT, {"task": joined.member.task})
         else:
             self._lose(joined, why)
 
@@ -252,13 +252,13 @@ class Keeper:
         lost = TaskLost(joined.member, why)
         joined.is_lost = True
         self._fenced[joined.incarnation] = lost
-        self._tell_all(Kind.LOST, lost.to_body())
-        joined.send(Kind.FENCED, {"why": why})
+        self._tell_all(MessageKind.LOST, lost.to_body())
+        joined.send(MessageKind.FENCED, {"why": why})
         self._values.give_up()
         self._on_lost(lost)
 
     def _beat(self) -> None:
-        self._tell_all(Kind.BEAT)
+        self._tell_all(MessageKind.BEAT)
 
     def _look(self) -> None:
         for joined in list(self._joined.values()):
@@ -271,11 +271,11 @@ class Keeper:
                 joined.channel.abort()
                 self._announce()
 
-    def _tell_all(self, kind: Kind, body: Body | None = None) -> None:
+    def _tell_all(self, kind: MessageKind, body: Body | None = None) -> None:
         for joined in list(self._joined.values()):
             joined.send(kind, body)
 
-    async def _end(self, kind: Kind, body: Body) -> None:
+    async def _end(self, kind: MessageKind, body: Body) -> None:
         self._is_over = True
         if self._looking is not None:
             self._looking.cancel()

@@ -13,7 +13,7 @@ from stratagem.cluster import fields
 from stratagem.cluster.fields import WHOLE, Body, Check, is_flag, is_mapping, is_text, shortened
 from stratagem.errors import ProtocolError
 
-__all__ = ["Body", "Kind", "decode", "encode", "shortened"]
+__all__ = ["Body", "MessageKind", "decode", "encode", "shortened"]
 
 MOST_BYTES: Final = 2**20
 MOST_VALUE_BYTES: Final = 64 * 2**10
@@ -21,7 +21,7 @@ MOST_KEY_CHARACTERS: Final = 1024
 MOST_KEYS: Final = 1024
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """What a message is about."""
 
     PING = 1
@@ -90,12 +90,12 @@ def _fits(body: Body, wanted: Mapping[str, Check]) -> bool:
 _ENCODED: Final = -(-MOST_VALUE_BYTES // 3) * 4  # in base64
 _PLACE: Final[dict[str, Check]] = {"task": is_text, "address": is_text, "machine": is_text, "pid": _whole}
 _WHY: Final[dict[str, Check]] = {"why": is_text}
-_FIELDS: Final[dict[Kind, dict[str, Check]]] = {
-    Kind.PING: {},
-    Kind.PONG: _PLACE,
-    Kind.STOP: _WHY,
-    Kind.DONE: {},
-    Kind.JOIN: {
+_FIELDS: Final[dict[MessageKind, dict[str, Check]]] = {
+    MessageKind.PING: {},
+    MessageKind.PONG: _PLACE,
+    MessageKind.STOP: _WHY,
+    MessageKind.DONE: {},
+    MessageKind.JOIN: {
         "task": is_text,
         "cluster": is_mapping,
         "jobs": _texts_of(64, 16),
@@ -105,16 +105,16 @@ _FIELDS: Final[dict[Kind, dict[str, Check]]] = {
         "pid": _whole,
         "incarnation": is_text,
     },
-    Kind.HERE: {"tasks": _texts_of(64, 100_000)},
-    Kind.READY: {"members": _places, "heartbeat_s": _duration, "num_missed": _whole},
-    Kind.REFUSED: {"why": is_text, "retry": is_flag},
-    Kind.BEAT: {},
-    Kind.LOST: _PLACE | _WHY,
-    Kind.FENCED: _WHY,
-    Kind.LEAVE: {},
-    Kind.LEFT: {"task": is_text},
-    Kind.FAIL: _WHY,
-    Kind.REQUEST: {
+    MessageKind.HERE: {"tasks": _texts_of(64, 100_000)},
+    MessageKind.READY: {"members": _places, "heartbeat_s": _duration, "num_missed": _whole},
+    MessageKind.REFUSED: {"why": is_text, "retry": is_flag},
+    MessageKind.BEAT: {},
+    MessageKind.LOST: _PLACE | _WHY,
+    MessageKind.FENCED: _WHY,
+    MessageKind.LEAVE: {},
+    MessageKind.LEFT: {"task": is_text},
+    MessageKind.FAIL: _WHY,
+    MessageKind.REQUEST: {
         "id": _whole,
         "operation": is_text,
         "keys": _texts_of(MOST_KEY_CHARACTERS, MOST_KEYS),
@@ -122,19 +122,19 @@ _FIELDS: Final[dict[Kind, dict[str, Check]]] = {
         "amount": _whole,
         "timeout_s": _duration,
     },
-    Kind.REPLY: {
+    MessageKind.REPLY: {
         "id": _whole,
         "status": is_text,
         "values": _texts_of(_ENCODED, MOST_KEYS),
         "number": _whole,
         "message": is_text,
     },
-    Kind.CALL: {"id": _whole, "call": is_text, "about": is_mapping, "sizes": _sizes},
-    Kind.RETURN: {"id": _whole, "error": is_text, "message": is_text, "about": is_mapping, "sizes": _sizes},
+    MessageKind.CALL: {"id": _whole, "call": is_text, "about": is_mapping, "sizes": _sizes},
+    MessageKind.RETURN: {"id": _whole, "error": is_text, "message": is_text, "about": is_mapping, "sizes": _sizes},
 }
 
 
-def encode(kind: Kind, body: Body) -> bytes:
+def encode(kind: MessageKind, body: Body) -> bytes:
     """A message as bytes; refuses what the other side would refuse."""
     fields.check(body, _FIELDS[kind], f"a {kind.name} message")
     encoded = fields.write(body)
@@ -143,7 +143,7 @@ def encode(kind: Kind, body: Body) -> bytes:
     return encoded
 
 
-def decode(kind: Kind, encoded: bytes) -> Body:
+def decode(kind: MessageKind, encoded: bytes) -> Body:
     """The message that bytes stand for.
 
     Raises:

@@ -16,9 +16,9 @@ from stratagem.cluster.io_thread import IoThread, log
 from stratagem.cluster.membership.compatibility import Introduction
 from stratagem.cluster.membership.follower import Follower
 from stratagem.cluster.membership.keeper import Keeper
-from stratagem.cluster.membership.member_messages import Kind
+from stratagem.cluster.membership.member_messages import MessageKind
 from stratagem.cluster.membership.members import Member, TaskLost, check_rhythm
-from stratagem.cluster.membership.shared_values import LOST, OK, TIMEOUT, Reply, Request, check_value
+from stratagem.cluster.membership.shared_values import LOST, OK, TIMEOUT, Reply, ValueRequest, check_value
 from stratagem.cluster.server import Server
 from stratagem.cluster.spec import ClusterLike, ClusterSpec, Task
 from stratagem.errors import ClusterError, ClusterSpecError, ClusterTimeoutError, StratagemWarning, TaskLostError
@@ -229,13 +229,13 @@ class Membership:
     def set(self, key: str, value: bytes) -> None:
         """Stores a value of up to 64 KiB for all."""
         check_value(key, value)
-        self._ask(Request("set", (key,), (value,)))
+        self._ask(ValueRequest("set", (key,), (value,)))
 
     def set_many(self, values: Mapping[str, bytes]) -> None:
         """Stores several values at once; together they take 512 KiB at most."""
         for key, value in values.items():
             check_value(key, value)
-        self._ask(Request("set", tuple(values), tuple(values.values())))
+        self._ask(ValueRequest("set", tuple(values), tuple(values.values())))
 
     def get(self, key: str, *, wait: bool = True, timeout_s: float = _WAIT_S) -> bytes:
         """The value that somebody has stored.
@@ -248,29 +248,29 @@ class Membership:
             ClusterTimeoutError: Nobody has.
             TaskLostError: A task was lost, so that waiting is in vain.
         """
-        return self._ask(Request("get", (key,), timeout_s=timeout_s if wait else 0.0)).values[0]
+        return self._ask(ValueRequest("get", (key,), timeout_s=timeout_s if wait else 0.0)).values[0]
 
     def get_many(self, keys: Sequence[str], timeout_s: float = _WAIT_S) -> tuple[bytes, ...]:
         """Several values at once, after waiting for all; together they take 512 KiB at most."""
-        return self._ask(Request("get", tuple(keys), timeout_s=timeout_s)).values if keys else ()
+        return self._ask(ValueRequest("get", tuple(keys), timeout_s=timeout_s)).values if keys else ()
 
     def wait(self, keys: Sequence[str], timeout_s: float = _WAIT_S) -> None:
         """Waits until there are values for all keys."""
         if keys:
-            self._ask(Request("check", tuple(keys), timeout_s=timeout_s))
+            self._ask(ValueRequest("check", tuple(keys), timeout_s=timeout_s))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether there are values for all keys now."""
-        return not keys or bool(self._ask(Request("check", tuple(keys))).number)
+        return not keys or bool(self._ask(ValueRequest("check", tuple(keys))).number)
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a number that starts at 0; returns the sum."""
-        return self._ask(Request("add", (key,), amount=amount)).number
+        return self._ask(ValueRequest("add", (key,), amount=amount)).number
 
     def append(self, key: str, value: bytes) -> None:
         """Adds bytes to the end of a value that starts empty."""
         check_value(key, value)
-        self._ask(Request("append", (key,), (value,)))
+        self._ask(ValueRequest("append", (key,), (value,)))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Stores a value if the one there is as expected, or if none is there and none expected (`b""`).
@@ -279,15 +279,15 @@ class Membership:
         """
         check_value(key, expected)
         check_value(key, desired)
-        return self._ask(Request("compare_set", (key,), (expected, desired))).values[0]
+        return self._ask(ValueRequest("compare_set", (key,), (expected, desired))).values[0]
 
     def delete(self, key: str) -> bool:
         """Removes a value; tells whether there was one."""
-        return bool(self._ask(Request("delete", (key,))).number)
+        return bool(self._ask(ValueRequest("delete", (key,))).number)
 
     def num_keys(self) -> int:
         """How many values there are."""
-        return self._ask(Request("num_keys")).number
+        return self._ask(ValueRequest("num_keys")).number
 
     def sign(self, message: bytes) -> bytes:
         """32 bytes that only tasks of this cluster can make of a message."""
@@ -315,7 +315,7 @@ class Membership:
             self._thread.start()
         if self.is_keeper and self._server is not None:
             keeper = Keeper(self._introduction, self.participants, *self._rhythm, self._note_lost)
-            self._server.handle(Kind.JOIN, keeper.serve)
+            self._server.handle(MessageKind.JOIN, keeper.serve)
             return keeper
         address = self.participants[0].address
         if address is None:
@@ -333,7 +333,7 @@ class Membership:
     def _stop(self) -> None:
         self._kept.clear()
         if self._given_server is not None:
-            self._given_server.handle(Kind.JOIN, None)
+            self._given_server.handle(MessageKind.JOIN, None)
         elif self._server is not None:
             self._server.stop()
         else:
@@ -350,7 +350,7 @@ class Membership:
             raise ClusterError(f"{self.task.name} does not take part in its cluster now; call join() first")
         return self._side
 
-    def _ask(self, request: Request) -> Reply:
+    def _ask(self, request: ValueRequest) -> Reply:
         reply = self._thread.run(self._joined_side().request(request))
         if reply.status == OK:
             return reply

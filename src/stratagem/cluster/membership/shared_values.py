@@ -28,7 +28,7 @@ _MOST_STORED_BYTES: Final = 256 * 2**20
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Request:
+class ValueRequest:
     """What a task wants of the store.
 
     Args:
@@ -57,7 +57,7 @@ class Request:
         }
 
     @classmethod
-    def from_body(cls, body: Body) -> "Request":
+    def from_body(cls, body: Body) -> "ValueRequest":
         """From a message."""
         values = tuple(_decode(value) for value in body["values"])
         return cls(body["operation"], tuple(body["keys"]), values, body["amount"], body["timeout_s"])
@@ -105,7 +105,7 @@ class Values:
         self._num_bytes = 0
         self._waiting: set[asyncio.Future[None]] = set()
         self._is_broken = False
-        self._operations: dict[str, Callable[[Request], Reply]] = {
+        self._operations: dict[str, Callable[[ValueRequest], Reply]] = {
             "set": self._set,
             "get": self._get,
             "add": self._add,
@@ -116,7 +116,7 @@ class Values:
             "num_keys": self._num_keys,
         }
 
-    async def answer(self, request: Request) -> Reply:
+    async def answer(self, request: ValueRequest) -> Reply:
         """Does what is asked, after waiting for the keys if they are to be waited for."""
         operation = self._operations.get(request.operation)
         if operation is None:
@@ -158,13 +158,13 @@ class Values:
     def _has(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)
 
-    def _set(self, request: Request) -> Reply:
+    def _set(self, request: ValueRequest) -> Reply:
         for key, value in zip(request.keys, request.values, strict=True):
             if not self._put(key, value):
                 return _full()
         return Reply()
 
-    def _get(self, request: Request) -> Reply:
+    def _get(self, request: ValueRequest) -> Reply:
         if not self._has(request.keys):
             return Reply(TIMEOUT)
         values = tuple(self._values[key] for key in request.keys)
@@ -172,7 +172,7 @@ class Values:
             return Reply(WRONG, message="these values together are too large for one message; get fewer at a time")
         return Reply(values=values)
 
-    def _add(self, request: Request) -> Reply:
+    def _add(self, request: ValueRequest) -> Reply:
         (key,) = request.keys
         try:
             total = int(self._values.get(key, b"0")) + request.amount
@@ -182,17 +182,17 @@ class Values:
             return Reply(WRONG, message=f"the sum of {key!r} is too large")
         return Reply(number=total) if self._put(key, str(total).encode()) else _full()
 
-    def _append(self, request: Request) -> Reply:
+    def _append(self, request: ValueRequest) -> Reply:
         (key,), (value,) = request.keys, request.values
         whole = self._values.get(key, b"") + value
         if len(whole) > MOST_VALUE_BYTES:
             return Reply(WRONG, message=f"the value of {key!r} would grow beyond {MOST_VALUE_BYTES} bytes")
         return Reply() if self._put(key, whole) else _full()
 
-    def _check(self, request: Request) -> Reply:
+    def _check(self, request: ValueRequest) -> Reply:
         return Reply(number=int(self._has(request.keys)))
 
-    def _compare_set(self, request: Request) -> Reply:
+    def _compare_set(self, request: ValueRequest) -> Reply:
         (key,), (expected, desired) = request.keys, request.values
         current = self._values.get(key)
         if current is None and expected:
@@ -201,13 +201,13 @@ class Values:
             return Reply(values=(current,))
         return Reply(values=(desired,)) if self._put(key, desired) else _full()
 
-    def _delete(self, request: Request) -> Reply:
+    def _delete(self, request: ValueRequest) -> Reply:
         (key,) = request.keys
         value = self._values.pop(key, None)
         self._num_bytes -= 0 if value is None else len(key) + len(value)
         return Reply(number=int(value is not None))
 
-    def _num_keys(self, request: Request) -> Reply:
+    def _num_keys(self, request: ValueRequest) -> Reply:
         return Reply(number=len(self._values))
 
     def _put(self, key: str, value: bytes) -> bool:
@@ -238,7 +238,7 @@ def check_value(key: str, value: bytes) -> None:
         raise ProtocolError(f"a value has at most {MOST_VALUE_BYTES} bytes, got {len(value)} for {key!r}")
 
 
-def _why_wrong(request: Request) -> str | None:
+def _why_wrong(request: ValueRequest) -> str | None:
     if request.operation == "num_keys":
         return None
     num_keys = len(request.keys)

@@ -14,15 +14,15 @@ from signal import SIGKILL, SIGTERM, Signals
 from typing import Any, Final, final
 
 from stratagem import _env
-from stratagem.cluster.launch.ctrl_c import Interrupts
+from stratagem.cluster.launch.ctrl_c import CtrlC
 from stratagem.cluster.launch.environment import Offer, tasks_here
 from stratagem.cluster.launch.failures import Failure, explain
-from stratagem.cluster.launch.output import Output, Screen
-from stratagem.cluster.launch.plan import JOBS, TRAINING, Machine, Plan, Seat
+from stratagem.cluster.launch.output import Screen, TaskOutput
+from stratagem.cluster.launch.plan import JOBS, TRAINING, LaunchPlan, Machine, Seat
 from stratagem.cluster.launch.run_directory import RunDirectory
-from stratagem.cluster.launch.task_processes import Ended, Task
+from stratagem.cluster.launch.task_processes import Ended, LaunchedTask
 from stratagem.cluster.ray import ray_session
-from stratagem.cluster.ray.ray_placement import Placement
+from stratagem.cluster.ray.ray_placement import RayPlacement
 from stratagem.cluster.ray.ray_task import ENDED, OUT, RayTask, TaskPlace
 from stratagem.cluster.spec import EVALUATOR, PS
 from stratagem.errors import LaunchError
@@ -42,7 +42,7 @@ class _Running:
         outputs: Where that goes.
     """
 
-    task: Task
+    task: LaunchedTask
     actor: Any
     place: TaskPlace
     news: Any
@@ -64,12 +64,12 @@ class RayCrew:
 
     def __init__(
         self,
-        plan: Plan,
-        placement: Placement,
+        plan: LaunchPlan,
+        placement: RayPlacement,
         *,
         directory: RunDirectory,
         screen: Screen,
-        interrupts: Interrupts,
+        interrupts: CtrlC,
         start_timeout_s: float,
     ) -> None:
         self._plan = plan
@@ -84,11 +84,11 @@ class RayCrew:
         self._running: dict[str, _Running] = {}
         self._asked: set[str] = set()
         self._lost: dict[str, str] = {}
-        self._output: Output | None = None
-        self._last_output: Output | None = None
+        self._output: TaskOutput | None = None
+        self._last_output: TaskOutput | None = None
         self.ended: list[Ended] = []
 
-    def new_tasks(self, restart: int) -> list[Task]:
+    def new_tasks(self, restart: int) -> list[LaunchedTask]:
         """Takes the places of all tasks anew, and makes the tasks of them."""
         with self._interrupts.raising():
             self._placement.wait()
@@ -102,11 +102,11 @@ class RayCrew:
         self._seated = {task.name: (actors[place], places[place]) for task, place in tasks}
         return [dataclasses.replace(task, number=number) for number, (task, _) in enumerate(tasks)]
 
-    def start(self, tasks: Sequence[Task], *, restart: int) -> list[int]:
+    def start(self, tasks: Sequence[LaunchedTask], *, restart: int) -> list[int]:
         """Starts all tasks; their process ids."""
         self.ended, self._lost = [], {}
         self._asked.clear()
-        self._output = Output(self._directory.logs, self._screen)
+        self._output = TaskOutput(self._directory.logs, self._screen)
         program, secret = self._plan.order.program, self._directory.token.read_bytes()
         asked = []
         for task in tasks:
@@ -225,7 +225,9 @@ def _call(actor: Any, method: str, *arguments: Any) -> Any:
     return getattr(actor, method).options(concurrency_group=group).remote(*arguments)
 
 
-def _tasks_at(plan: Plan, places: Sequence[TaskPlace], restart: int, run_id: str) -> Iterator[tuple[Task, int]]:
+def _tasks_at(
+    plan: LaunchPlan, places: Sequence[TaskPlace], restart: int, run_id: str
+) -> Iterator[tuple[LaunchedTask, int]]:
     """The tasks by where they are, each with the number of its place: ranks are counted machine by machine."""
     nodes = list(dict.fromkeys(place.node for place in places))
     here = [[number for number, place in enumerate(places) if place.node == node] for node in nodes]
@@ -243,5 +245,5 @@ def _tasks_at(plan: Plan, places: Sequence[TaskPlace], restart: int, run_id: str
     for rank, numbers in enumerate(here):
         machine = Machine(rank, len(nodes), NOWHERE)
         order = dataclasses.replace(plan.order, num_workers=1, chief=False, machine=machine)
-        tasks = tasks_here(Plan(order, tuple(seats[rank]), ()), offers, restart=restart, token_file="")
+        tasks = tasks_here(LaunchPlan(order, tuple(seats[rank]), ()), offers, restart=restart, token_file="")
         yield from zip(tasks, numbers, strict=True)

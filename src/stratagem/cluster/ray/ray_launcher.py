@@ -15,16 +15,16 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from stratagem.cluster import token
 from stratagem.cluster.launch.agent import Patience, TaskAgent
-from stratagem.cluster.launch.ctrl_c import Interrupts
+from stratagem.cluster.launch.ctrl_c import CtrlC
 from stratagem.cluster.launch.environment import Offer
-from stratagem.cluster.launch.local_launcher import Outcome, code_when_stopped, quiet
+from stratagem.cluster.launch.local_launcher import LaunchOutcome, code_when_stopped, quiet
 from stratagem.cluster.launch.output import Screen
-from stratagem.cluster.launch.plan import Machine, Order, Plan, Seat
+from stratagem.cluster.launch.plan import LaunchPlan, Machine, Order, Seat
 from stratagem.cluster.launch.rendezvous import Meeting
 from stratagem.cluster.launch.run_directory import RunDirectory
 from stratagem.cluster.ray import ray_session
 from stratagem.cluster.ray.ray_crew import NOWHERE, RayCrew
-from stratagem.cluster.ray.ray_placement import Placement, Room, num_nodes_and_least
+from stratagem.cluster.ray.ray_placement import RayPlacement, Room, num_nodes_and_least
 from stratagem.errors import LaunchError
 
 
@@ -53,7 +53,7 @@ class RayOrder:
                 raise LaunchError(f"{name} must be a number from 0 up, got {number:g}")
 
 
-def make_ray_plan(order: Order) -> Plan:
+def make_ray_plan(order: Order) -> LaunchPlan:
     """What is started, as far as that is known before Ray is asked."""
     order.program.check()
     if order.machine.count > 1:
@@ -63,7 +63,7 @@ def make_ray_plan(order: Order) -> Plan:
     reasons = ["Ray chooses the machines when the tasks are started"]
     if not order.is_cluster:
         reasons.append("without --workers, each of Ray's machines has one worker")
-    return Plan(known, tuple(seats), tuple(reasons))
+    return LaunchPlan(known, tuple(seats), tuple(reasons))
 
 
 @final
@@ -93,7 +93,7 @@ class RayLauncher:
         self._log_dir = log_dir
         self._patience = patience or Patience()
 
-    def launch(self, order: Order) -> Outcome:
+    def launch(self, order: Order) -> LaunchOutcome:
         """Runs all tasks until they have ended.
 
         Raises:
@@ -101,7 +101,7 @@ class RayLauncher:
             ClusterError: There is no Ray, or it has no room for them.
         """
         make_ray_plan(order)
-        with quiet(), Interrupts() as interrupts, RunDirectory(self._log_dir) as directory:
+        with quiet(), CtrlC() as interrupts, RunDirectory(self._log_dir) as directory:
             token.create(directory.token)
             try:
                 with interrupts.raising():
@@ -109,11 +109,13 @@ class RayLauncher:
                 with contextlib.closing(placement):
                     outcome = self._run(plan, placement, directory, interrupts)
             except SignalException as stopped:  # before there was anything to stop
-                outcome = Outcome(128 + stopped.sigval, stopped_by=stopped.sigval)
+                outcome = LaunchOutcome(128 + stopped.sigval, stopped_by=stopped.sigval)
             directory.succeeded = outcome.code == 0
             return dataclasses.replace(outcome, logs=directory.kept_logs())
 
-    def _run(self, plan: Plan, placement: Placement, directory: RunDirectory, interrupts: Interrupts) -> Outcome:
+    def _run(
+        self, plan: LaunchPlan, placement: RayPlacement, directory: RunDirectory, interrupts: CtrlC
+    ) -> LaunchOutcome:
         crew = RayCrew(
             plan,
             placement,
@@ -135,13 +137,13 @@ class RayLauncher:
             result = agent.run()
         except SignalException as stopped:
             code = code_when_stopped(crew, stopped.sigval)
-            return Outcome(code, tuple(agent.failures), stopped.sigval)
+            return LaunchOutcome(code, tuple(agent.failures), stopped.sigval)
         finally:
             crew.stop(grace_s=0.0)
-        return Outcome(agent.failures[-1].code if result.is_failed() else 0, tuple(agent.failures))
+        return LaunchOutcome(agent.failures[-1].code if result.is_failed() else 0, tuple(agent.failures))
 
 
-def _reserve(order: Order, asked: RayOrder) -> tuple[Placement, Plan]:
+def _reserve(order: Order, asked: RayOrder) -> tuple[RayPlacement, LaunchPlan]:
     """Room for all tasks, and what they are."""
     ray = ray_session.acquire(asked.address)
     try:
@@ -159,6 +161,6 @@ def _reserve(order: Order, asked: RayOrder) -> tuple[Placement, Plan]:
             advice="ask for fewer --workers or less of --cpus-per-worker and --gpus-per-worker, or raise "
             "--join-timeout",
         )
-        return Placement(room), plan
+        return RayPlacement(room), plan
     finally:
         ray_session.release()

@@ -58,7 +58,7 @@ class Room:
 
 
 @final
-class Placement:
+class RayPlacement:
     """Room on Ray's machines, from the start until `close`.
 
     Args:

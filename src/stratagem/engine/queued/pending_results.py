@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from stratagem import _tree
-from stratagem.engine.queued.step import Step
+from stratagem.engine.queued.step import QueuedStep
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
 
@@ -19,7 +19,7 @@ _DEEPEST = 50  # sums of results that wait for each other; longer ones are compu
 
 
 @final
-class Pending:
+class PendingResult:
     """A value that workers may not have computed yet; it stands for the value itself, and waits when it is read.
 
     To read is to look at its number, text, type, length or attributes, or to give it to a function of torch or numpy.
@@ -37,7 +37,7 @@ class Pending:
     def __init__(
         self,
         make: Callable[[], Any],
-        steps: Sequence[Step],
+        steps: Sequence[QueuedStep],
         *,
         gives_parts: bool = False,
         num_parts: int | None = None,
@@ -104,11 +104,11 @@ def pending(function: Callable[..., Any], *given: Any, gives_parts: bool = False
 
     They may be inside nestings.
     """
-    needed = [each for each in _tree.leaves(given) if type(each) is Pending]
+    needed = [each for each in _tree.leaves(given) if type(each) is PendingResult]
     steps = [step for each in needed for step in each._steps if not step.is_done or step.has_failed]
     depth = 1 + max(each._depth for each in needed)
     kept = _tree.map(_as_it_is_now, given)
-    made = Pending(lambda: function(*waited_for(kept)), steps, gives_parts=gives_parts, depth=depth)
+    made = PendingResult(lambda: function(*waited_for(kept)), steps, gives_parts=gives_parts, depth=depth)
     if depth >= _DEEPEST:
         made.wait()
     return made
@@ -116,19 +116,19 @@ def pending(function: Callable[..., Any], *given: Any, gives_parts: bool = False
 
 def is_pending(value: Any) -> bool:
     """Whether a nesting has values in it that workers may not have computed yet."""
-    return any(type(each) is Pending for each in _tree.leaves(value))
+    return any(type(each) is PendingResult for each in _tree.leaves(value))
 
 
 def waited_for(value: Any) -> Any:
     """A nesting with everything in it that workers still compute."""
-    return _tree.map(lambda each: each.wait() if type(each) is Pending else each, value)
+    return _tree.map(lambda each: each.wait() if type(each) is PendingResult else each, value)
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """What a function makes of results: at once of those that are there, later of the others."""
     if not is_pending(value):
         return function(value)
-    return _tree.map(lambda each: pending(function, each) if type(each) is Pending else function(each), value)
+    return _tree.map(lambda each: pending(function, each) if type(each) is PendingResult else function(each), value)
 
 
 def joined(results: Sequence[Any], counts: tuple[int, ...] | None) -> Any:
@@ -155,7 +155,7 @@ def _as_it_is(value: Any) -> Any:
 
 def _as_it_is_now(value: Any) -> Any:
     """What the program may write to before a result is read, as a copy; gradients still flow to the original."""
-    if type(value) is Pending:
+    if type(value) is PendingResult:
         return value
     if isinstance(value, torch.Tensor):
         return value.clone()
@@ -178,8 +178,8 @@ for _name, _function in {
     **{each.__name__: each for each in (float, int, complex, bool, hash, str, repr, format, round, dir)},
     **{name: getattr(operator, name) for name in ("index", "eq", "ne", "lt", "le", "gt", "ge", "contains", "setitem")},
 }.items():
-    setattr(Pending, f"__{_name}__", _reading(_function))
+    setattr(PendingResult, f"__{_name}__", _reading(_function))
 for _name in ("neg", "pos", "abs", "invert", "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Pending, f"__{_name}__", _computing(getattr(operator, _name)))
+    setattr(PendingResult, f"__{_name}__", _computing(getattr(operator, _name)))
 for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Pending, f"__r{_name}__", _reflected(getattr(operator, _name)))
+    setattr(PendingResult, f"__r{_name}__", _reflected(getattr(operator, _name)))

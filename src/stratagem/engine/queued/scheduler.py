@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
-from stratagem.engine.queued.step import Step
+from stratagem.engine.queued.step import QueuedStep
 from stratagem.errors import ReplicaDiedError
 from stratagem.objects import per_replica, state_diff
 from stratagem.objects.functions import FunctionCache
-from stratagem.processes.group import ChildGroup, Member, PendingCall
+from stratagem.processes.group import ChildGroup, GroupMember, PendingCall
 from stratagem.processes.losses import SLICE_S, Replace
 from stratagem.processes.registry import Registry
 
@@ -75,9 +75,9 @@ class Scheduler:
         *,
         stall_timeout_s: float,
         policy: Replace,
-        introduce: Callable[[Member, WorkerRecord], None],
+        introduce: Callable[[GroupMember, WorkerRecord], None],
         recover: Callable[[int], tuple[int, int]],
-        message: Callable[[Member, WorkerRecord, Step], Message],
+        message: Callable[[GroupMember, WorkerRecord, QueuedStep], Message],
     ) -> None:
         self.group = ChildGroup(
             registry,
@@ -90,14 +90,14 @@ class Scheduler:
         )
         self.group.on_failure = self._note_failure
         self.records: dict[int, WorkerRecord] = {}
-        self._queue: deque[Step] = deque()
+        self._queue: deque[QueuedStep] = deque()
         self._registry = registry
         self._introduce_to, self._recover, self._message = introduce, recover, message
 
     # Workers
 
     @property
-    def workers(self) -> list[Member]:
+    def workers(self) -> list[GroupMember]:
         """Those whose processes are there."""
         return list(self.group.members.values())
 
@@ -127,16 +127,18 @@ class Scheduler:
         """Whether a step would be taken at once."""
         return not self._queue and any(map(self.group.has_room, self.workers))
 
-    def submit(self, step: Step) -> None:
+    def submit(self, step: QueuedStep) -> None:
         """Enters a step; a worker gets it as soon as one has room, with the arguments of this moment."""
         self._queue.append(step)
         self._hand_out()
         if not step.is_sent:
             step.args, step.kwargs = per_replica.copied((step.args, step.kwargs), self._registry.__contains__)
 
-    def call(self, worker: Member, function: Callable[..., Any], *arguments: Any, reference: Any = None) -> Step:
+    def call(
+        self, worker: GroupMember, function: Callable[..., Any], *arguments: Any, reference: Any = None
+    ) -> QueuedStep:
         """Calls a function of the library in a worker, without waiting."""
-        step = Step(function, arguments, {}, is_own=True)
+        step = QueuedStep(function, arguments, {}, is_own=True)
         self.group.submit(worker, self.group.pack(function, arguments, reference), step)
         return step
 
@@ -168,11 +170,11 @@ class Scheduler:
         finally:
             self._queue.extend(step for step in waiting if not step.is_done)
 
-    def under_way(self) -> set[Step]:
+    def under_way(self) -> set[QueuedStep]:
         """The steps that workers have."""
         return {step for worker in self.workers for step in _steps_of(worker)}
 
-    def cancel(self, steps: Iterable[Step], error: Callable[[], BaseException]) -> None:
+    def cancel(self, steps: Iterable[QueuedStep], error: Callable[[], BaseException]) -> None:
         """Gives steps up that are not done.
 
         Args:
@@ -207,7 +209,7 @@ class Scheduler:
                 self._hand_out()  # steps came back with the lost worker
                 return
 
-    def _send(self, worker: Member, step: Step) -> bool:
+    def _send(self, worker: GroupMember, step: QueuedStep) -> bool:
         """Sends a step, or finishes it with what is wrong with it; `False` if its worker was lost."""
         record = self.records[worker.number]
         changes, seed = record.changes, record.seed
@@ -225,16 +227,16 @@ class Scheduler:
 
     # What the group tells
 
-    def _introduce(self, worker: Member) -> None:
+    def _introduce(self, worker: GroupMember) -> None:
         record = self.records[worker.number] = WorkerRecord(self._registry)
         self._introduce_to(worker, record)
 
-    def _note_failure(self, worker: Member, call: PendingCall) -> None:
-        if isinstance(call, Step) and call.is_own:
+    def _note_failure(self, worker: GroupMember, call: PendingCall) -> None:
+        if isinstance(call, QueuedStep) and call.is_own:
             call.raise_error()
         self.records[worker.number].forget_functions()  # perhaps it could not build what it was sent
 
-    def _requeue(self, worker: Member, cause: str) -> None:
+    def _requeue(self, worker: GroupMember, cause: str) -> None:
         """Gives the steps of a lost worker to others."""
         del self.records[worker.number]
         number, num_pushed = self._recover(worker.number)
@@ -252,8 +254,8 @@ class Scheduler:
                 self._queue.appendleft(step)
 
 
-def _steps_of(worker: Member) -> list[Step]:
-    return [call for call in worker.calls if isinstance(call, Step)]
+def _steps_of(worker: GroupMember) -> list[QueuedStep]:
+    return [call for call in worker.calls if isinstance(call, QueuedStep)]
 
 
 def _later(earlier: Any, later: Any) -> Any:

@@ -8,7 +8,7 @@ from stratagem.processes.losses import Failure, error_of
 
 
 @final
-class Step(PendingCall):
+class QueuedStep(PendingCall):
     """A step of the program in a worker, or a call of the library's own.
 
     Args:
@@ -40,7 +40,7 @@ class Step(PendingCall):
         self.is_reported = False
         self.num_pushed = 0
         self.lost_with: list[str] = []
-        self.when_done: Callable[[Step], object] = lambda _: None
+        self.when_done: Callable[[QueuedStep], object] = lambda _: None
 
     def finish(self, answer: Any = None, failure: Failure | None = None, error: BaseException | None = None) -> None:
         super().finish(answer, failure)

@@ -55,7 +55,7 @@ class WorkerSettings:
     stall_timeout_s: float
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """What a worker must know of one step, besides the function.
 
     Args:
@@ -77,7 +77,7 @@ class Call(NamedTuple):
     round: Round | None = None
 
 
-class Answer(NamedTuple):
+class StepAnswer(NamedTuple):
     """What comes back from a step: the parameter whose gradient was not finite, whether it updated, its result."""
 
     skipped: str
@@ -198,8 +198,8 @@ class WorkerRuntime:
     # A step
 
     def execute(
-        self, call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Answer:
+        self, call: StepCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepAnswer:
         """Calls the user's function as this worker."""
         board, worker = self._board, self.worker
         board.call_start[worker] = board.committed[worker]
@@ -226,7 +226,7 @@ class WorkerRuntime:
         if self._num_early_steps:
             self._num_early_steps -= 1
             give_back()
-        return Answer(self._skipped, self._updated, result)
+        return StepAnswer(self._skipped, self._updated, result)
 
     def _forget(self) -> None:
         """Drops what a step that has failed did to this worker's copies."""

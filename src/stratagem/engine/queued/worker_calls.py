@@ -6,7 +6,7 @@ from typing import Any
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.serving import serve_for_life
 from stratagem.engine import child_calls
-from stratagem.engine.queued.worker import Answer, Call, WorkerRuntime, WorkerSettings
+from stratagem.engine.queued.worker import StepAnswer, StepCall, WorkerRuntime, WorkerSettings
 from stratagem.engine.random_numbers import seed_of
 from stratagem.engine.strategy_in_replica import StrategyInReplica
 from stratagem.objects import state_diff
@@ -45,7 +45,9 @@ def take_state(key: int, name: int, memory: StateMemory, slots: GradientSlots | 
     _workers[key].take_state(name, memory, slots)
 
 
-def run(key: int, call: Call, prepared: tuple[int, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
+def run(
+    key: int, call: StepCall, prepared: tuple[int, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> StepAnswer:
     """Runs a step."""
     worker = _workers[key]
     function = _functions.take(prepared)

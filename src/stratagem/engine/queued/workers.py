@@ -21,10 +21,10 @@ from stratagem.engine.lifecycle import Driver, Resources, weak_method
 from stratagem.engine.nonfinite import NonFinite
 from stratagem.engine.queued import worker_calls
 from stratagem.engine.queued.main_program import MainProgram
-from stratagem.engine.queued.pending_results import Pending, joined
+from stratagem.engine.queued.pending_results import PendingResult, joined
 from stratagem.engine.queued.scheduler import Message, Scheduler, WorkerRecord
-from stratagem.engine.queued.step import Step
-from stratagem.engine.queued.worker import Answer, Call, WorkerSettings
+from stratagem.engine.queued.step import QueuedStep
+from stratagem.engine.queued.worker import StepAnswer, StepCall, WorkerSettings
 from stratagem.engine.random_numbers import RandomNumbers
 from stratagem.engine.strategy_in_replica import StrategyInReplica
 from stratagem.errors import StratagemError, StrategyError
@@ -33,7 +33,7 @@ from stratagem.objects.tracking import Tracker
 from stratagem.parameters.consistency import Synchronous
 from stratagem.parameters.local.gradient_slots import PER_RUN, Round
 from stratagem.parameters.local.shared_variables import SharedMemoryOfShards
-from stratagem.processes.group import Member
+from stratagem.processes.group import GroupMember
 from stratagem.processes.losses import SLICE_S, Replace
 
 
@@ -69,7 +69,7 @@ class ParameterWorkers(Driver):
         self._random_numbers = RandomNumbers(0, apart=False)
         self._nonfinite = NonFinite(settings.on_nonfinite)
         self.num_runs = 0
-        self._steps: list[Step] = []  # whose failures have not been looked for
+        self._steps: list[QueuedStep] = []  # whose failures have not been looked for
         self._num_parts: dict[Any, int] = {}  # how many values a function returned, by its code
         # Calls that new workers get as well, with how many there are then.
         self.given: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
@@ -186,7 +186,7 @@ class ParameterWorkers(Driver):
                 self._num_parts[code] = len(made)
             return made
 
-        return Pending(result, [step], gives_parts=True, num_parts=self._num_parts.get(code))
+        return PendingResult(result, [step], gives_parts=True, num_parts=self._num_parts.get(code))
 
     def _run_round(
         self,
@@ -259,7 +259,7 @@ class ParameterWorkers(Driver):
         for record in self.scheduler.records.values() if changes or seed is not None else ():
             record.tell(changes, seed)
 
-    def enter(self, step: Step) -> None:
+    def enter(self, step: QueuedStep) -> None:
         """Enters a step into the queue; what cannot be sent is an error now."""
         self.scheduler.submit(step)
         if step.is_done and not step.is_sent:
@@ -268,17 +268,17 @@ class ParameterWorkers(Driver):
 
     def new_step(
         self, function: Any, args: Any, kwargs: Any, *, own_round: Round | None = None, worker: int | None = None
-    ) -> Step:
+    ) -> QueuedStep:
         """A step that can be entered, at the settings of this moment."""
         told = state_diff.flattened(state_diff.surroundings()), own_round
-        return Step(function, args, kwargs, told=told, worker=worker, run_number=self.num_runs)
+        return QueuedStep(function, args, kwargs, told=told, worker=worker, run_number=self.num_runs)
 
     def attend(self, *, wait: bool = False) -> None:
         """Takes in what workers have sent; waits a moment for something if told to."""
         with self.attending():
             self.scheduler.poll(SLICE_S if wait else 0.0)
 
-    def wait_for(self, step: Step) -> Any:
+    def wait_for(self, step: QueuedStep) -> Any:
         """The result of a step; its error, if it has failed."""
         if not step.is_done:  # else it can be read after the end as well
             with self.attending():
@@ -292,7 +292,7 @@ class ParameterWorkers(Driver):
         with self.attending():
             self.scheduler.drain()
 
-    def result_of(self, step: Step) -> Any:
+    def result_of(self, step: QueuedStep) -> Any:
         return step.answer.result
 
     @contextlib.contextmanager
@@ -320,14 +320,14 @@ class ParameterWorkers(Driver):
             self._raise(failed[0])
         self.judge(finished)
 
-    def judge(self, finished: Sequence[Step]) -> None:
+    def judge(self, finished: Sequence[QueuedStep]) -> None:
         """Warns of steps whose gradients were not finite, or raises."""
         for step in finished:
-            if isinstance(step.answer, Answer):
+            if isinstance(step.answer, StepAnswer):
                 skipped = [(step.done_by, step.answer.skipped)] if step.answer.skipped else []
                 self._nonfinite.judge(skipped, updated=step.answer.updated, run_number=step.run_number)
 
-    def _raise(self, step: Step) -> None:
+    def _raise(self, step: QueuedStep) -> None:
         # What its worker did of what it was told is not known: all are told everything.
         if self.main is not None:
             self.distribution.forget_state(self.main)
@@ -335,17 +335,19 @@ class ParameterWorkers(Driver):
 
     # What the scheduler asks
 
-    def _message(self, worker: Member, record: WorkerRecord, step: Step) -> Message:
+    def _message(self, worker: GroupMember, record: WorkerRecord, step: QueuedStep) -> Message:
         surroundings, own_round = step.told
         changes, seed = record.take()
-        call = Call(worker.num_calls + 1, seed, changes, surroundings, self.board.version, step.num_pushed, own_round)
+        call = StepCall(
+            worker.num_calls + 1, seed, changes, surroundings, self.board.version, step.num_pushed, own_round
+        )
         arguments = self.key, call, record.functions.prepare(step.function), step.args, step.kwargs
         return worker_calls.run, arguments, self.distribution.reference_in_run
 
     def _recover(self, worker: int) -> tuple[int, int]:
         return self.begin().recover(worker)
 
-    def _introduce(self, worker: Member, record: WorkerRecord) -> None:
+    def _introduce(self, worker: GroupMember, record: WorkerRecord) -> None:
         """Gives a new worker all that the others have."""
         record.seed = torch.initial_seed() % 2**32
         device = self._devices[worker.number % len(self._devices)]
@@ -357,7 +359,7 @@ class ParameterWorkers(Driver):
         for function, given in self.given:
             self.scheduler.call(worker, function, len(self._devices), *given)
 
-    def _give_everything(self, worker: Member, main: MainProgram) -> None:
+    def _give_everything(self, worker: GroupMember, main: MainProgram) -> None:
         """Gives a new worker the variables and objects that the others have, as they are now."""
         registry, strategy, key = self.distribution.registry, self.strategy, self.key
 

@@ -15,7 +15,7 @@ from typing import Any, Final, final
 
 from stratagem.cluster.membership.membership import Membership
 from stratagem.cluster.ray import ray_session
-from stratagem.cluster.ray.ray_placement import Placement
+from stratagem.cluster.ray.ray_placement import RayPlacement
 from stratagem.cluster.spec import WORKER
 from stratagem.engine.ray.ray_replica import Message, RayReplica, Whereabouts, as_message, read_message
 from stratagem.errors import ReplicaError
@@ -37,7 +37,7 @@ class RayChildren:
         start_timeout_s: How long to wait for each to be there.
     """
 
-    def __init__(self, placement: Placement, *, start_timeout_s: float) -> None:
+    def __init__(self, placement: RayPlacement, *, start_timeout_s: float) -> None:
         self._placement = placement
         self._ray = placement.ray
         self._start_timeout_s = start_timeout_s

@@ -19,12 +19,12 @@ from stratagem.cluster import token as tokens
 from stratagem.cluster.launch.ports import Ports
 from stratagem.cluster.membership.membership import Membership
 from stratagem.cluster.ray.ray_cluster import RayCluster
-from stratagem.cluster.ray.ray_placement import Placement, Room
+from stratagem.cluster.ray.ray_placement import RayPlacement, Room
 from stratagem.cluster.spec import WORKER
 from stratagem.collectives.reconnecting import Meet
 from stratagem.devices.device import LogicalDevice, PhysicalDevice
+from stratagem.devices.device_spec import CPU, GPU
 from stratagem.devices.inventory import this_process
-from stratagem.devices.spec import CPU, GPU
 from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.ray import ray_replica
 from stratagem.engine.ray.ray_children import RayChildren
@@ -51,7 +51,7 @@ class RayWorkers:
     def __init__(self, cluster: RayCluster, *, join_timeout_s: float) -> None:
         self._cluster = cluster
         self._join_timeout_s = join_timeout_s
-        self._placement: Placement | None = Placement(Room.of_cluster(cluster))
+        self._placement: RayPlacement | None = RayPlacement(Room.of_cluster(cluster))
         self._replicas: LocalReplicas | None = None
         try:
             own = _own_device(cluster, self._placement)
@@ -65,7 +65,7 @@ class RayWorkers:
 
     def new_replicas(self, owner: Any, *, recipe: Recipe, stall_timeout_s: float) -> LocalReplicas:
         """What drives the replicas for a strategy, with actors that are new."""
-        self._placement = self._placement or Placement(Room.of_cluster(self._cluster))
+        self._placement = self._placement or RayPlacement(Room.of_cluster(self._cluster))
         start = RayStart(self._placement, num_threads=self._cluster.num_threads, join_timeout_s=self._join_timeout_s)
         self._replicas = LocalReplicas(owner, self.devices, recipe, stall_timeout_s, elsewhere=start)
         return self._replicas
@@ -91,7 +91,7 @@ class RayStart:
         join_timeout_s: How long to wait for all to come.
     """
 
-    def __init__(self, placement: Placement, *, num_threads: int, join_timeout_s: float) -> None:
+    def __init__(self, placement: RayPlacement, *, num_threads: int, join_timeout_s: float) -> None:
         self.children = RayChildren(placement, start_timeout_s=join_timeout_s)
         self._host = placement.host
         self._num_threads = num_threads
@@ -132,7 +132,7 @@ class RayStart:
         self._meeting = ray_replica.meeting_of(membership)
 
 
-def _own_device(cluster: RayCluster, placement: Placement) -> LogicalDevice:
+def _own_device(cluster: RayCluster, placement: RayPlacement) -> LogicalDevice:
     """Where this program computes: on the CPU, or on the GPU that Ray keeps for it."""
     if not cluster.gpus_per_worker:
         return dataclasses.replace(this_process().resolve("cpu:0"), num_threads=cluster.num_threads)

@@ -17,13 +17,13 @@ from stratagem.cluster import token as tokens
 from stratagem.cluster.address import SCHEME, Address
 from stratagem.cluster.io_thread import IoThread
 from stratagem.cluster.spec import ClusterSpec, Task
-from stratagem.devices.spec import CPU, KINDS, DeviceSpec
+from stratagem.devices.device_spec import CPU, KINDS, DeviceSpec
 from stratagem.errors import ClusterSpecError, DeviceNotFoundError
-from stratagem.graphs.nodes import Kind, Node
+from stratagem.graphs.nodes import Node, NodeKind
 from stratagem.graphs.sessions import sent_parts, sent_tensors
 from stratagem.graphs.sessions.local_devices import first_value
-from stratagem.graphs.sessions.node_devices import Place
-from stratagem.graphs.sessions.partition import Part
+from stratagem.graphs.sessions.node_devices import NodePlace
+from stratagem.graphs.sessions.partition import GraphPart
 from stratagem.graphs.sessions.schedule import PATIENCE_S, Run
 from stratagem.graphs.sessions.session import Session, connect_with
 from stratagem.graphs.sessions.session_config import SessionConfig
@@ -59,11 +59,11 @@ class ClusterFleet:
             "fraction": options.per_process_gpu_memory_fraction,
         }
         self._connections: dict[str, TaskConnection] = {}
-        self._devices: dict[str, list[Place]] = {}
+        self._devices: dict[str, list[NodePlace]] = {}
         self._variables: dict[Node, int] = {}
         self._written: set[Node] = set()
         self._numbers = itertools.count()
-        self._sent: dict[Part, tuple[int, sent_parts.Sent]] = {}
+        self._sent: dict[GraphPart, tuple[int, sent_parts.Sent]] = {}
         self._thread = IoThread("stratagem-session")
         self._thread.start()
         try:
@@ -79,7 +79,7 @@ class ClusterFleet:
 
     # Which device
 
-    def place(self, spec: DeviceSpec, operation: str) -> Place | None:
+    def place(self, spec: DeviceSpec, operation: str) -> NodePlace | None:
         if spec.device_type is None and spec.device_index is None:
             return None
         devices = self._devices_of(self._task(spec, operation))
@@ -101,7 +101,7 @@ class ClusterFleet:
         )
         return nearest
 
-    def default(self, spec: DeviceSpec, operation: str) -> Place:
+    def default(self, spec: DeviceSpec, operation: str) -> NodePlace:
         devices = self._devices_of(self._task(spec, operation))
         order = (*KINDS[1:], CPU)
         return min(devices, key=lambda each: (order.index(each.device_type), each.device_index))
@@ -122,7 +122,7 @@ class ClusterFleet:
         except ClusterSpecError as error:
             raise DeviceNotFoundError(f"{operation} was placed on {str(spec)!r}: {error}") from None
 
-    def _devices_of(self, task: Task) -> list[Place]:
+    def _devices_of(self, task: Task) -> list[NodePlace]:
         if task.name not in self._devices:
             if task.address is None:
                 raise DeviceNotFoundError(f"{task.name} has no address, so that no session can reach it")
@@ -130,7 +130,7 @@ class ClusterFleet:
         return self._devices[task.name]
 
     def _note_devices(self, task: Task, about: Mapping[str, Any]) -> None:
-        self._devices[task.name] = [Place(task.job, task.index, kind, index) for kind, index in about["devices"]]
+        self._devices[task.name] = [NodePlace(task.job, task.index, kind, index) for kind, index in about["devices"]]
 
     def _open(self, name: str, address: Address) -> dict[str, Any]:
         async def connect() -> dict[str, Any]:
@@ -148,11 +148,11 @@ class ClusterFleet:
 
     # What runs there
 
-    def worker(self, place: Place) -> "ClusterFleet":
+    def worker(self, place: NodePlace) -> "ClusterFleet":
         """This fleet itself: it hands each part to the task of its place."""
         return self
 
-    def submit(self, run: Run, part: Part) -> None:
+    def submit(self, run: Run, part: GraphPart) -> None:
         inputs = [run.take(each) for each in part.inputs]
         first = part not in self._sent
         if first:
@@ -160,7 +160,7 @@ class ClusterFleet:
             self._sent[part] = next(self._numbers), sent_parts.encode_part(part, numbers, run.size_for)
         self._thread.submit(self._compute(run, part, inputs, first=first))
 
-    async def _compute(self, run: Run, part: Part, inputs: list[torch.Tensor], *, first: bool) -> None:
+    async def _compute(self, run: Run, part: GraphPart, inputs: list[torch.Tensor], *, first: bool) -> None:
         try:
             connection = self._connection(part.place)
             number, sent = self._sent[part]
@@ -178,12 +178,12 @@ class ClusterFleet:
             return
         for output, value in zip(sent.outputs, results, strict=True):
             variable = output.node.variable
-            if output.node.kind is Kind.ASSIGN and variable is not None and variable.tensor is not None:
+            if output.node.kind is NodeKind.ASSIGN and variable is not None and variable.tensor is not None:
                 run.assign(variable, value)
             run.publish(output, value)
         run.finish(part)
 
-    def prepare(self, variable: Node, place: Place, *, anew: bool = False) -> None:
+    def prepare(self, variable: Node, place: NodePlace, *, anew: bool = False) -> None:
         """Gives a variable its first value, in the task that it lives in."""
         if variable.initializer is None or (variable in self._written and not anew):
             return
@@ -197,7 +197,7 @@ class ClusterFleet:
         self._finish([self._connection(place).call("write", about, [value])])
         self._written.add(variable)
 
-    def commit(self, run: Run, places: dict[Node, Place]) -> None:
+    def commit(self, run: Run, places: dict[Node, NodePlace]) -> None:
         """Gives variables their new values; each task those that live in it."""
         for variable, value in run.assigned.items():
             if variable.tensor is not None:
@@ -236,7 +236,7 @@ class ClusterFleet:
         parts = [
             part
             for part in run.plan.parts
-            if any(node.kind is Kind.ASSIGN and node.variable in self._written for node in part.nodes)
+            if any(node.kind is NodeKind.ASSIGN and node.variable in self._written for node in part.nodes)
         ]
         return list(dict.fromkeys(self._connection(part.place) for part in parts))
 
@@ -245,16 +245,16 @@ class ClusterFleet:
             if connection not in without:
                 self._thread.submit(connection.call("drop", {"run": run.number})).add_done_callback(_forget)
 
-    def _connection(self, place: Place) -> TaskConnection:
+    def _connection(self, place: NodePlace) -> TaskConnection:
         return self._connections[f"{place.job}/{place.task}"]
 
     def _number(self, variable: Node) -> int:
         return self._variables.setdefault(variable, len(self._variables))
 
 
-def _variables_of(part: Part) -> list[Node]:
+def _variables_of(part: GraphPart) -> list[Node]:
     """The variables of a part that live in its task."""
-    found = (node if node.kind is Kind.VARIABLE else node.variable for node in part.nodes)
+    found = (node if node.kind is NodeKind.VARIABLE else node.variable for node in part.nodes)
     return [node for node in found if node is not None and node.tensor is None]
 
 

@@ -14,9 +14,9 @@ from stratagem import _tree
 from stratagem.devices.device import LogicalDevice, mib
 from stratagem.devices.memory import OutOfMemoryError
 from stratagem.errors import SessionError, StratagemError
-from stratagem.graphs.nodes import Kind, Node, Output, Size, described
-from stratagem.graphs.sessions.partition import Part
-from stratagem.graphs.sessions.prepared_part import Program, Step
+from stratagem.graphs.nodes import Node, NodeKind, NodeOutput, Size, described
+from stratagem.graphs.sessions.partition import GraphPart
+from stratagem.graphs.sessions.prepared_part import PreparedProgram, PreparedStep
 
 _NUM_SHOWN = 3
 
@@ -28,8 +28,8 @@ class Course(Protocol):
     def cancelled(self) -> bool: ...
 
     def size_of(self, size: Size) -> int | float: ...
-    def take(self, output: Output) -> torch.Tensor: ...
-    def publish(self, output: Output, value: torch.Tensor) -> None: ...
+    def take(self, output: NodeOutput) -> torch.Tensor: ...
+    def publish(self, output: NodeOutput, value: torch.Tensor) -> None: ...
     def assign(self, variable: Node, value: torch.Tensor) -> None: ...
     def hold(self, value: torch.Tensor) -> None: ...
 
@@ -53,18 +53,18 @@ class Device:
         self._name = name
         self._torch_device = logical.torch_device
         self._limit_bytes = limit_bytes
-        self._programs: dict[Part, Program] = {}
+        self._programs: dict[GraphPart, PreparedProgram] = {}
         self._constants: dict[Node, torch.Tensor] = {}
         self.variables: dict[Node, torch.Tensor] = {}
 
-    def compute(self, part: Part, course: Course) -> None:
+    def compute(self, part: GraphPart, course: Course) -> None:
         """Runs all nodes of a part; outputs are published as soon as they are there.
 
         Raises:
             SessionError: An operation failed; says which.
             CancelledError: The run was given up.
         """
-        program = self._programs.get(part) or self._programs.setdefault(part, Program(part))
+        program = self._programs.get(part) or self._programs.setdefault(part, PreparedProgram(part))
         values = program.begin(course.take(each).to(self._torch_device) for each in part.inputs)
         node = part.nodes[0]
         try:
@@ -118,20 +118,20 @@ class Device:
         if self._torch_device.type != "cpu":
             torch.accelerator.current_stream(self._torch_device).synchronize()
 
-    def _results(self, step: Step, values: list[torch.Tensor | None], course: Course) -> list[torch.Tensor]:
+    def _results(self, step: PreparedStep, values: list[torch.Tensor | None], course: Course) -> list[torch.Tensor]:
         node = step.node
         match node.kind:
-            case Kind.OPERATION:
+            case NodeKind.OPERATION:
                 named = step.named_arguments(values, course.size_of, self._torch_device)
                 result: Any = node.function(*step.arguments(values, course.size_of), **named)
                 if isinstance(result, torch.Tensor):
                     return [result]
                 return [each for each in _tree.leaves(result) if each is not None]
-            case Kind.CONSTANT | Kind.VARIABLE:
-                kept = self._constant(node) if node.kind is Kind.CONSTANT else self.read(node)
+            case NodeKind.CONSTANT | NodeKind.VARIABLE:
+                kept = self._constant(node) if node.kind is NodeKind.CONSTANT else self.read(node)
                 course.hold(kept)
                 return [kept]
-            case Kind.ASSIGN:
+            case NodeKind.ASSIGN:
                 (value,) = step.arguments(values, course.size_of)
                 if node.variable is not None:
                     course.assign(node.variable, value)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, final
 from stratagem.errors import SessionError
 from stratagem.graphs.sessions.compute import CancelledError, Course, Device
 from stratagem.graphs.sessions.device_threads import settle_on
-from stratagem.graphs.sessions.partition import Part
+from stratagem.graphs.sessions.partition import GraphPart
 
 Told: TypeAlias = Callable[[BaseException | None], None]
 
@@ -27,18 +27,18 @@ class DeviceThread:
 
     def __init__(self, device: Device, name: str) -> None:
         self.device = device
-        self._waiting: queue.SimpleQueue[tuple[Part, Course, Told] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[GraphPart, Course, Told] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(device, self._waiting), name=name, daemon=True)
         self._thread.start()
         self._closed = False
 
-    def compute(self, part: Part, course: Course, told: Told) -> None:
+    def compute(self, part: GraphPart, course: Course, told: Told) -> None:
         """Begins a part, and returns at once; at its end somebody is told, in this thread, of an error or None."""
         if self._closed:
             raise SessionError("the session was closed")
         self._waiting.put((part, course, told))
 
-    def submit(self, run: Any, part: Part) -> None:
+    def submit(self, run: Any, part: GraphPart) -> None:
         """The same for a part of a run of this process."""
         self.compute(part, run, lambda error: run.finish(part) if error is None else run.fail(part, error))
 
@@ -53,7 +53,7 @@ class DeviceThread:
         self._thread.join()
 
 
-def _work(device: Device, waiting: "queue.SimpleQueue[tuple[Part, Course, Told] | None]") -> None:
+def _work(device: Device, waiting: "queue.SimpleQueue[tuple[GraphPart, Course, Told] | None]") -> None:
     settle_on(device.logical)
     with device.stream():
         while (order := waiting.get()) is not None:

@@ -11,7 +11,7 @@ from stratagem import _tree
 from stratagem.errors import FeedError, GraphError
 from stratagem.graphs.graph import Graph, VariablesInitializer
 from stratagem.graphs.graph_tensor import GraphTensor
-from stratagem.graphs.nodes import Node, Output, described, shape_text
+from stratagem.graphs.nodes import Node, NodeOutput, described, shape_text
 from stratagem.graphs.trace import Traced
 
 
@@ -28,25 +28,26 @@ class Fetches:
         initialized: Variables that get their first values.
     """
 
-    leaves: tuple["Output | _Box | None", ...]
+    leaves: tuple["NodeOutput | _Box | None", ...]
     structure: Any
-    others: tuple[Output, ...]
+    others: tuple[NodeOutput, ...]
     initialized: tuple[Node, ...]
 
     @property
-    def returned(self) -> tuple[Output, ...]:
+    def returned(self) -> tuple[NodeOutput, ...]:
         """All whose values are returned, each once."""
-        return tuple(dict.fromkeys(each for each in self.leaves if isinstance(each, Output)))
+        return tuple(dict.fromkeys(each for each in self.leaves if isinstance(each, NodeOutput)))
 
     @property
-    def outputs(self) -> tuple[Output, ...]:
+    def outputs(self) -> tuple[NodeOutput, ...]:
         """All that must be computed, each once."""
         return tuple(dict.fromkeys([*self.returned, *self.others]))
 
-    def filled(self, values: Mapping[Output, Any]) -> Any:
+    def filled(self, values: Mapping[NodeOutput, Any]) -> Any:
         """The same form with values."""
         found = [
-            values[each] if isinstance(each, Output) else None if each is None else each.value for each in self.leaves
+            values[each] if isinstance(each, NodeOutput) else None if each is None else each.value
+            for each in self.leaves
         ]
         return _tree.unflatten(found, self.structure)
 
@@ -65,7 +66,7 @@ def read_fetches(graph: Graph, fetches: Any) -> Fetches:
     Raises:
         GraphError: Something is not in the graph.
     """
-    others: list[Output] = []
+    others: list[NodeOutput] = []
     initialized: list[Node] = []
 
     def opened(fetch: Any) -> Any:
@@ -77,7 +78,7 @@ def read_fetches(graph: Graph, fetches: Any) -> Fetches:
         return _tree.map(lambda each: each if isinstance(each, torch.Tensor) else _Box(each), fetch.outputs)
 
     leaves, structure = _tree.flatten(_tree.map(opened, fetches))
-    found: list[Output | _Box | None] = []
+    found: list[NodeOutput | _Box | None] = []
     for each in leaves:
         if isinstance(each, VariablesInitializer):
             if each.graph is not graph:
@@ -91,7 +92,7 @@ def read_fetches(graph: Graph, fetches: Any) -> Fetches:
     return Fetches(tuple(found), structure, tuple(others), tuple(initialized))
 
 
-def read_feeds(graph: Graph, feed_dict: Mapping[Any, Any] | None) -> dict[Output, torch.Tensor]:
+def read_feeds(graph: Graph, feed_dict: Mapping[Any, Any] | None) -> dict[NodeOutput, torch.Tensor]:
     """Checks what is fed.
 
     Raises:
@@ -105,7 +106,7 @@ def read_feeds(graph: Graph, feed_dict: Mapping[Any, Any] | None) -> dict[Output
     return {(output := _output(graph, key)): _fed_value(output, value) for key, value in feed_dict.items()}
 
 
-def _output(graph: Graph, fetch: Any) -> Output:
+def _output(graph: Graph, fetch: Any) -> NodeOutput:
     if isinstance(fetch, str):
         return graph.output_by_name(fetch)
     if isinstance(fetch, torch.Tensor):
@@ -117,7 +118,7 @@ def _output(graph: Graph, fetch: Any) -> Output:
     raise GraphError(f"only tensors of the graph, their names, and lists and dicts of these can be used, got {fetch!r}")
 
 
-def _fed_value(output: Output, value: Any) -> torch.Tensor:
+def _fed_value(output: NodeOutput, value: Any) -> torch.Tensor:
     meta = output.meta
     name = output.node.name
     if isinstance(value, GraphTensor):

@@ -10,13 +10,13 @@ from typing import final
 import torch
 
 from stratagem.devices.device import LogicalDevice
+from stratagem.devices.device_spec import CPU, KINDS, DeviceSpec
 from stratagem.devices.inventory import Inventory, this_process
-from stratagem.devices.spec import CPU, KINDS, DeviceSpec
 from stratagem.errors import DeviceNotFoundError
 from stratagem.graphs.nodes import Node
 from stratagem.graphs.sessions.compute import Device
 from stratagem.graphs.sessions.device_worker import DeviceThread
-from stratagem.graphs.sessions.node_devices import Place
+from stratagem.graphs.sessions.node_devices import NodePlace
 from stratagem.graphs.sessions.schedule import Run
 from stratagem.graphs.sessions.session_config import GPUOptions, SessionConfig
 from stratagem.placement import resolution
@@ -42,23 +42,23 @@ class LocalFleet:
         self._soft = config.allow_soft_placement
         self._options: GPUOptions = config.gpu_options
         self._job, self._task = job, task
-        self._threads: dict[Place, DeviceThread] = {}
+        self._threads: dict[NodePlace, DeviceThread] = {}
         self._held = contextlib.ExitStack()
         self._held.enter_context(self._inventory.in_use("Session()"))
 
     # What there is
 
-    def devices(self) -> list[Place]:
+    def devices(self) -> list[NodePlace]:
         """All devices, the CPU first."""
         return [self._place(device) for device in self._inventory.logical()]
 
-    def place(self, spec: DeviceSpec, operation: str) -> Place | None:
+    def place(self, spec: DeviceSpec, operation: str) -> NodePlace | None:
         self._require_here(spec, operation)
         here = dataclasses.replace(spec, job=None, replica=None, task=None)
         device = resolution.resolve(here, operation, soft=self._soft, inventory=self._inventory)
         return None if device is None else self._place(device)
 
-    def default(self, spec: DeviceSpec, operation: str) -> Place:
+    def default(self, spec: DeviceSpec, operation: str) -> NodePlace:
         self._require_here(spec, operation)
         best = next(found[0] for kind in (*KINDS[1:], CPU) if (found := self._inventory.logical(kind)))
         return self._place(best)
@@ -69,7 +69,7 @@ class LocalFleet:
 
     # What runs there
 
-    def thread(self, place: Place) -> DeviceThread:
+    def thread(self, place: NodePlace) -> DeviceThread:
         """The thread of a device, started when it is first needed."""
         if place not in self._threads:
             logical = self._inventory.resolve(place.device)
@@ -77,16 +77,16 @@ class LocalFleet:
             self._threads[place] = DeviceThread(device, f"stratagem-session{place.device}")
         return self._threads[place]
 
-    def worker(self, place: Place) -> DeviceThread:
+    def worker(self, place: NodePlace) -> DeviceThread:
         return self.thread(place)
 
-    def prepare(self, variable: Node, place: Place, *, anew: bool = False) -> None:
+    def prepare(self, variable: Node, place: NodePlace, *, anew: bool = False) -> None:
         """Gives a variable its first value, unless it has one."""
         device = self.thread(place).device
         if variable.initializer is not None and (anew or variable not in device.variables):
             device.write(variable, first_value(variable))
 
-    def commit(self, run: Run, places: dict[Node, Place]) -> None:
+    def commit(self, run: Run, places: dict[Node, NodePlace]) -> None:
         """Gives the variables that a run has assigned their new values."""
         for variable, value in run.assigned.items():
             self.thread(places[variable]).device.write(variable, run.owned(value))
@@ -106,8 +106,8 @@ class LocalFleet:
 
     # Parts of the above
 
-    def _place(self, device: LogicalDevice) -> Place:
-        return Place(self._job, self._task, device.device_type, device.index)
+    def _place(self, device: LogicalDevice) -> NodePlace:
+        return NodePlace(self._job, self._task, device.device_type, device.index)
 
     def _require_here(self, spec: DeviceSpec, operation: str) -> None:
         if spec.job not in (None, self._job) or spec.replica or spec.task not in (None, self._task):

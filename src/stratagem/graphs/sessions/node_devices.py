@@ -7,12 +7,12 @@ sources beside what uses them first. Which devices there are is a `Fleet`'s to s
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol, final
 
-from stratagem.devices.spec import DeviceSpec
+from stratagem.devices.device_spec import DeviceSpec
 from stratagem.errors import StratagemError
-from stratagem.graphs.nodes import Kind, Node
+from stratagem.graphs.nodes import Node, NodeKind
 
 
-class Place(NamedTuple):
+class NodePlace(NamedTuple):
     """A device of a task."""
 
     job: str
@@ -34,14 +34,14 @@ class Place(NamedTuple):
 class Fleet(Protocol):
     """The devices that a session can use."""
 
-    def place(self, spec: DeviceSpec, operation: str) -> Place | None:
+    def place(self, spec: DeviceSpec, operation: str) -> NodePlace | None:
         """The device that a spec names; None if it leaves the choice open.
 
         Raises:
             DeviceNotFoundError: There is no such device, and nothing may stand in for it.
         """
 
-    def default(self, spec: DeviceSpec, operation: str) -> Place:
+    def default(self, spec: DeviceSpec, operation: str) -> NodePlace:
         """Where an operation runs that neither scopes nor neighbours place, within the task that a spec names."""
 
 
@@ -55,7 +55,7 @@ class Placer:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._places: dict[Node, Place] = {}
+        self._places: dict[Node, NodePlace] = {}
         self._reasons: dict[Node, str] = {}
         self._failures: dict[Node, StratagemError] = {}
         self._num_seen = 0
@@ -73,12 +73,12 @@ class Placer:
                 beside = self._beside(node)
                 self._settle(node, beside or self._default(node), "follows its inputs" if beside else "not placed")
         for node in new:
-            if node.kind is Kind.ASSIGN and node.variable in self._places:
+            if node.kind is NodeKind.ASSIGN and node.variable in self._places:
                 self._places[node] = self._places[node.variable]
                 self._reasons[node] = "with its variable"
         self._num_seen += len(new)  # at last, so that what Ctrl-C breaks off is done again
 
-    def where(self, node: Node) -> Place:
+    def where(self, node: Node) -> NodePlace:
         """Where a node runs.
 
         Raises:
@@ -106,7 +106,7 @@ class Placer:
             elif node.beside is not None:
                 self._reasons[node] = f"gradient of {node.beside.name}"
 
-    def _default(self, node: Node) -> Place | None:
+    def _default(self, node: Node) -> NodePlace | None:
         try:
             return self._fleet.default(node.spec, node.name)
         except StratagemError as error:
@@ -116,7 +116,7 @@ class Placer:
     def _is_open(self, node: Node) -> bool:
         return node not in self._places and node not in self._failures
 
-    def _settle(self, node: Node, place: Place | None, why: str) -> None:
+    def _settle(self, node: Node, place: NodePlace | None, why: str) -> None:
         """Follows a neighbour, but not out of the task that was asked for."""
         if place is None:
             return
@@ -126,14 +126,14 @@ class Placer:
             self._places[node] = place
             self._reasons[node] = why
 
-    def _beside(self, node: Node) -> Place | None:
-        if node.kind is Kind.ASSIGN and node.variable is not None:
+    def _beside(self, node: Node) -> NodePlace | None:
+        if node.kind is NodeKind.ASSIGN and node.variable is not None:
             return self._places.get(node.variable)
         if node.beside is not None and node.beside in self._places:
             return self._places[node.beside]
         return self._largest(each.node for each in node.inputs)
 
-    def _largest(self, inputs: Iterable[Node]) -> Place | None:
+    def _largest(self, inputs: Iterable[Node]) -> NodePlace | None:
         placed = [each for each in inputs if each in self._places]
         return self._places[max(placed, key=lambda each: each.num_bytes)] if placed else None
 
@@ -147,7 +147,7 @@ class Placer:
         """Sources, and what depends on them alone, go to who uses them first."""
         users: dict[Node, Node] = {}
         for node in reversed(nodes):
-            if node in self._places and node.kind is not Kind.ASSIGN:
+            if node in self._places and node.kind is not NodeKind.ASSIGN:
                 for each in node.inputs:
                     users[each.node] = node
             elif self._is_open(node) and node in users:

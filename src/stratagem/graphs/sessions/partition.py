@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Set
 from typing import final
 
 from stratagem.errors import FeedError
-from stratagem.graphs.nodes import Kind, Node, Output, described
-from stratagem.graphs.sessions.node_devices import Place
+from stratagem.graphs.nodes import Node, NodeKind, NodeOutput, described
+from stratagem.graphs.sessions.node_devices import NodePlace
 
 
 @final
 @dataclasses.dataclass(eq=False)
-class Part:
+class GraphPart:
     """Nodes that one device runs, one after the other.
 
     Args:
@@ -28,16 +28,16 @@ class Part:
     """
 
     number: int
-    place: Place
+    place: NodePlace
     nodes: list[Node] = dataclasses.field(default_factory=list)
-    inputs: tuple[Output, ...] = ()
-    outputs: frozenset[Output] = frozenset()
-    frees: list[tuple[Output, ...]] = dataclasses.field(default_factory=list)
+    inputs: tuple[NodeOutput, ...] = ()
+    outputs: frozenset[NodeOutput] = frozenset()
+    frees: list[tuple[NodeOutput, ...]] = dataclasses.field(default_factory=list)
 
 
 @final
 @dataclasses.dataclass(eq=False)
-class Plan:
+class GraphPlan:
     """What a run does.
 
     Args:
@@ -48,20 +48,22 @@ class Plan:
         nodes: All that run or are fed.
     """
 
-    parts: list[Part]
-    users: dict[Output, list[Part]]
-    fed: frozenset[Output]
-    fetched: frozenset[Output]
+    parts: list[GraphPart]
+    users: dict[NodeOutput, list[GraphPart]]
+    fed: frozenset[NodeOutput]
+    fetched: frozenset[NodeOutput]
     nodes: list[Node]
 
     @property
     def variables(self) -> list[Node]:
         """The variables that are read or changed."""
-        found = (node if node.kind is Kind.VARIABLE else node.variable for part in self.parts for node in part.nodes)
+        found = (
+            node if node.kind is NodeKind.VARIABLE else node.variable for part in self.parts for node in part.nodes
+        )
         return list(dict.fromkeys(node for node in found if node is not None))
 
 
-def make_plan(fetched: Iterable[Output], fed: Set[Output], where: Callable[[Node], Place]) -> Plan:
+def make_plan(fetched: Iterable[NodeOutput], fed: Set[NodeOutput], where: Callable[[Node], NodePlace]) -> GraphPlan:
     """The plan of a run.
 
     Args:
@@ -74,18 +76,18 @@ def make_plan(fetched: Iterable[Output], fed: Set[Output], where: Callable[[Node
     """
     wanted = frozenset(fetched)
     nodes = _needed(wanted, fed)
-    parts: dict[tuple[Place, int], Part] = {}
-    part_of: dict[Node, Part] = {}
+    parts: dict[tuple[NodePlace, int], GraphPart] = {}
+    part_of: dict[Node, GraphPart] = {}
     levels: dict[Node, int] = {}
     for node in nodes:
         place = where(node)
         sources = [each.node for each in node.inputs if each not in fed]
         levels[node] = max((levels[each] + (where(each) != place) for each in sources), default=0)
-        part = parts.setdefault((place, levels[node]), Part(len(parts), place))
+        part = parts.setdefault((place, levels[node]), GraphPart(len(parts), place))
         part.nodes.append(node)
         part_of[node] = part
     ordered = [part for _, part in sorted(parts.items(), key=lambda item: (item[0][1], item[1].number))]
-    users: dict[Output, list[Part]] = {}
+    users: dict[NodeOutput, list[GraphPart]] = {}
     for part in ordered:
         inside = set(part.nodes)
         used = dict.fromkeys(each for node in part.nodes for each in node.inputs)
@@ -93,16 +95,16 @@ def make_plan(fetched: Iterable[Output], fed: Set[Output], where: Callable[[Node
         for each in part.inputs:
             users.setdefault(each, []).append(part)
     for part in ordered:
-        own = [Output(node, index) for node in part.nodes for index in range(len(node.outputs))]
+        own = [NodeOutput(node, index) for node in part.nodes for index in range(len(node.outputs))]
         part.outputs = frozenset(
             each for each in own if each not in fed and (each in users or each in wanted or _is_for_program(each.node))
         )
         part.frees = frees_of(part)
     fed_nodes = [each.node for each in fed if each in users or each in wanted]
-    return Plan(ordered, users, frozenset(fed), wanted, sorted({*nodes, *fed_nodes}, key=lambda node: node.number))
+    return GraphPlan(ordered, users, frozenset(fed), wanted, sorted({*nodes, *fed_nodes}, key=lambda node: node.number))
 
 
-def _needed(wanted: Iterable[Output], fed: Set[Output]) -> list[Node]:
+def _needed(wanted: Iterable[NodeOutput], fed: Set[NodeOutput]) -> list[Node]:
     """The nodes that must run, in order."""
     found: set[Node] = set()
     waiting = [each.node for each in wanted if each not in fed]
@@ -110,7 +112,7 @@ def _needed(wanted: Iterable[Output], fed: Set[Output]) -> list[Node]:
         node = waiting.pop()
         if node in found:
             continue
-        if node.kind is Kind.PLACEHOLDER:
+        if node.kind is NodeKind.PLACEHOLDER:
             raise FeedError(
                 f"placeholder {node.name!r} ({described(node.outputs[0])}, made at {node.line}) is needed and was not "
                 f"fed; give it in feed_dict"
@@ -123,18 +125,18 @@ def _needed(wanted: Iterable[Output], fed: Set[Output]) -> list[Node]:
 
 def _is_for_program(node: Node) -> bool:
     """Whether it changes a tensor of the program, wherever the node runs."""
-    return node.kind is Kind.ASSIGN and node.variable is not None and node.variable.tensor is not None
+    return node.kind is NodeKind.ASSIGN and node.variable is not None and node.variable.tensor is not None
 
 
-def frees_of(part: Part) -> list[tuple[Output, ...]]:
+def frees_of(part: GraphPart) -> list[tuple[NodeOutput, ...]]:
     """After each node of a part, the values that nothing in it needs any more."""
-    last: dict[Output, int] = {}
+    last: dict[NodeOutput, int] = {}
     for position, node in enumerate(part.nodes):
         for index in range(len(node.outputs)):
-            last[Output(node, index)] = position
+            last[NodeOutput(node, index)] = position
         for each in node.inputs:
             last[each] = position
-    freed: list[list[Output]] = [[] for _ in part.nodes]
+    freed: list[list[NodeOutput]] = [[] for _ in part.nodes]
     for output, position in last.items():
         freed[position].append(output)
     return [tuple(each) for each in freed]

@@ -5,15 +5,15 @@ from typing import Any, TypeAlias, final
 
 import torch
 
-from stratagem.graphs.nodes import Node, Output, Size, filled, is_filled
-from stratagem.graphs.sessions.partition import Part
+from stratagem.graphs.nodes import Node, NodeOutput, Size, filled, is_filled
+from stratagem.graphs.sessions.partition import GraphPart
 
 Values: TypeAlias = list[torch.Tensor | None]
 SizeOf: TypeAlias = Callable[[Size], int | float]
 
 
 @final
-class Step:
+class PreparedStep:
     """One node.
 
     Args:
@@ -28,16 +28,16 @@ class Step:
         freed: Where to let go of values.
     """
 
-    def __init__(self, node: Node, part: Part, freed: Iterable[Output], slots: dict[Output, int]) -> None:
+    def __init__(self, node: Node, part: GraphPart, freed: Iterable[NodeOutput], slots: dict[NodeOutput, int]) -> None:
         self.node = node
-        outputs = [Output(node, index) for index in range(len(node.outputs))]
+        outputs = [NodeOutput(node, index) for index in range(len(node.outputs))]
         self.results = [slots[each] for each in outputs]
         self.published = [(each, slots[each]) for each in outputs if each in part.outputs]
         self.freed = [slots[each] for each in freed]
         self._slots = slots
         self._args = list(node.args)
-        self._single = [(index, slots[each]) for index, each in enumerate(node.args) if isinstance(each, Output)]
-        others = [(index, each) for index, each in enumerate(node.args) if not isinstance(each, Output)]
+        self._single = [(index, slots[each]) for index, each in enumerate(node.args) if isinstance(each, NodeOutput)]
+        others = [(index, each) for index, each in enumerate(node.args) if not isinstance(each, NodeOutput)]
         self._nested = [(index, each) for index, each in others if not is_filled(each)]
 
     def arguments(self, values: Values, size_of: SizeOf) -> list[Any]:
@@ -63,18 +63,20 @@ class Step:
 
 
 @final
-class Program:
+class PreparedProgram:
     """All steps of a part.
 
     Args:
         part: The part.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: GraphPart) -> None:
         self._outputs = list(part.inputs)
-        self._outputs += [Output(node, index) for node in part.nodes for index in range(len(node.outputs))]
+        self._outputs += [NodeOutput(node, index) for node in part.nodes for index in range(len(node.outputs))]
         slots = {each: slot for slot, each in enumerate(self._outputs)}
-        self.steps = [Step(node, part, freed, slots) for node, freed in zip(part.nodes, part.frees, strict=True)]
+        self.steps = [
+            PreparedStep(node, part, freed, slots) for node, freed in zip(part.nodes, part.frees, strict=True)
+        ]
 
     def begin(self, inputs: Iterable[torch.Tensor]) -> Values:
         """The slots when the part begins."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 import torch
 
 from stratagem.errors import SessionError, StratagemError
-from stratagem.graphs.nodes import Node, Output, Size
-from stratagem.graphs.sessions.node_devices import Place
-from stratagem.graphs.sessions.partition import Part, Plan
+from stratagem.graphs.nodes import Node, NodeOutput, Size
+from stratagem.graphs.sessions.node_devices import NodePlace
+from stratagem.graphs.sessions.partition import GraphPart, GraphPlan
 
 if TYPE_CHECKING:
     from stratagem.graphs.symbolic_sizes import Numbers
@@ -23,10 +23,10 @@ PATIENCE_S: Final = 5.0
 _numbers = itertools.count()
 
 
-class Worker(Protocol):
+class PartRunner(Protocol):
     """Who computes the parts of one device."""
 
-    def submit(self, run: "Run", part: Part) -> None:
+    def submit(self, run: "Run", part: GraphPart) -> None:
         """Begins a part, and returns at once; the run hears of each output, and of the end or the error."""
 
 
@@ -50,9 +50,9 @@ class Run:
 
     def __init__(
         self,
-        plan: Plan,
-        feeds: Mapping[Output, torch.Tensor],
-        workers: Mapping[Place, Worker],
+        plan: GraphPlan,
+        feeds: Mapping[NodeOutput, torch.Tensor],
+        workers: Mapping[NodePlace, PartRunner],
         abandon: Callable[["Run"], None],
         numbers: "Numbers | None" = None,
     ) -> None:
@@ -60,7 +60,7 @@ class Run:
         self._numbers = numbers
         self.number = next(_numbers)
         self._abandon = abandon
-        self.values: dict[Output, torch.Tensor] = dict(feeds)
+        self.values: dict[NodeOutput, torch.Tensor] = dict(feeds)
         self.num_bytes = {output: value.nbytes for output, value in feeds.items()}
         self.assigned: dict[Node, torch.Tensor] = {}
         self.cancelled = False
@@ -107,14 +107,14 @@ class Run:
             raise SessionError("a graph without unknown sizes has come to one")
         return self._numbers
 
-    def shape_of(self, output: Output) -> tuple[int, ...]:
+    def shape_of(self, output: NodeOutput) -> tuple[int, ...]:
         """The shape of a result in this run."""
         if self._numbers is None:
             return tuple(output.meta.shape)
         shape: tuple[int, ...] = self._numbers.shape_of(output.meta, output.node)
         return shape
 
-    def take(self, output: Output) -> torch.Tensor:
+    def take(self, output: NodeOutput) -> torch.Tensor:
         """An input of a part; the last one who takes it lets go of it."""
         with self._lock:
             self._users_left[output] -= 1
@@ -122,7 +122,7 @@ class Run:
                 return self.values[output]
             return self.values.pop(output)
 
-    def publish(self, output: Output, value: torch.Tensor) -> None:
+    def publish(self, output: NodeOutput, value: torch.Tensor) -> None:
         """An output of a part is there; the parts that waited for it alone begin."""
         ready = []
         with self._lock:
@@ -149,14 +149,14 @@ class Run:
         self.hold(value)
         return value
 
-    def finish(self, part: Part) -> None:
+    def finish(self, part: GraphPart) -> None:
         """A part has ended well, all its outputs are published."""
         with self._lock:
             self._num_open -= 1
             self._num_left -= 1
             self._check_end()
 
-    def fail(self, part: Part, error: BaseException) -> None:
+    def fail(self, part: GraphPart, error: BaseException) -> None:
         """A part has ended with an error, or was given up."""
         with self._lock:
             self._num_open -= 1
@@ -173,7 +173,7 @@ class Run:
         if first:
             self._abandon(self)
 
-    def _submit(self, parts: list[Part]) -> None:
+    def _submit(self, parts: list[GraphPart]) -> None:
         for part in parts:
             with self._lock:
                 if self.cancelled:

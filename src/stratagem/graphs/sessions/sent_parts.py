@@ -14,12 +14,12 @@ import torch
 
 from stratagem import _torch
 from stratagem._dtypes import DTYPES, name_of
-from stratagem.devices.spec import DeviceSpec
+from stratagem.devices.device_spec import DeviceSpec
 from stratagem.errors import ProtocolError, SessionError
-from stratagem.graphs.nodes import Kind, Node, Output, Size
+from stratagem.graphs.nodes import Node, NodeKind, NodeOutput, Size
 from stratagem.graphs.sessions import allowed_operations
-from stratagem.graphs.sessions.node_devices import Place
-from stratagem.graphs.sessions.partition import Part, frees_of
+from stratagem.graphs.sessions.node_devices import NodePlace
+from stratagem.graphs.sessions.partition import GraphPart, frees_of
 from stratagem.graphs.sessions.sent_tensors import PartSizes, empty_of, header_of, refuse, require
 
 _MOST_NODES: Final = 10**6
@@ -47,8 +47,8 @@ class Sent:
 
     about: dict[str, Any]
     constants: list[torch.Tensor]
-    inputs: tuple[Output, ...]
-    outputs: tuple[Output, ...]
+    inputs: tuple[NodeOutput, ...]
+    outputs: tuple[NodeOutput, ...]
     sizes: tuple[Size, ...] = ()
 
     def empty_inputs(self, numbers: Sequence[Any]) -> list[torch.Tensor]:
@@ -65,7 +65,7 @@ def _no_symbols(symbol: Any) -> NoReturn:
     raise SessionError(f"a graph without unknown sizes has come to {symbol!r}")
 
 
-def encode_part(part: Part, variables: Mapping[Node, int], size_of: Callable[[Any], Size] = _no_symbols) -> Sent:
+def encode_part(part: GraphPart, variables: Mapping[Node, int], size_of: Callable[[Any], Size] = _no_symbols) -> Sent:
     """A part for another task.
 
     Args:
@@ -82,10 +82,10 @@ def encode_part(part: Part, variables: Mapping[Node, int], size_of: Callable[[An
     nodes: list[dict[str, Any]] = []
     sizes = PartSizes(size_of)
 
-    def reference(output: Output) -> list[int]:
+    def reference(output: NodeOutput) -> list[int]:
         return [-1, places[output]] if output in places else [numbers[output.node], output.slot]
 
-    def refer_to(value: Output | Size) -> dict[str, Any]:
+    def refer_to(value: NodeOutput | Size) -> dict[str, Any]:
         return sizes.refer_to(value) if isinstance(value, Size) else {"output": reference(value)}
 
     for node in part.nodes:
@@ -95,17 +95,17 @@ def encode_part(part: Part, variables: Mapping[Node, int], size_of: Callable[[An
             "line": node.line[:_MOST_TEXT],
         }
         match node.kind:
-            case Kind.OPERATION:
+            case NodeKind.OPERATION:
                 about |= _encode_operation(node, refer_to)
-            case Kind.ADD_N:
+            case NodeKind.ADD_N:
                 about["inputs"] = [reference(each) for each in node.args[0]]
-            case Kind.CONSTANT if node.value is not None:
+            case NodeKind.CONSTANT if node.value is not None:
                 constants.append(node.value)
-            case Kind.VARIABLE:
+            case NodeKind.VARIABLE:
                 about |= {"variable": variables[node], **header_of(node.outputs[0])}
-            case Kind.ASSIGN if node.variable not in variables:  # a tensor of the program, which changes it itself
-                about |= {"kind": Kind.ADD_N.value, "inputs": [reference(node.inputs[0])]}
-            case Kind.ASSIGN if node.variable is not None:
+            case NodeKind.ASSIGN if node.variable not in variables:  # a tensor of the program, which changes it itself
+                about |= {"kind": NodeKind.ADD_N.value, "inputs": [reference(node.inputs[0])]}
+            case NodeKind.ASSIGN if node.variable is not None:
                 about |= {"variable": variables[node.variable], "inputs": [reference(node.inputs[0])]}
         numbers[node] = len(nodes)
         nodes.append(about)
@@ -137,7 +137,7 @@ def _encode_operation(node: Node, refer_to: Any) -> dict[str, Any]:
 
 def _encode(value: Any, refer_to: Any) -> Any:
     match value:
-        case Output() | Size():
+        case NodeOutput() | Size():
             return refer_to(value)
         case None | bool() | int():
             return value
@@ -159,8 +159,8 @@ def _encode(value: Any, refer_to: Any) -> Any:
 
 
 def decode_part(
-    about: Any, constants: Sequence[torch.Tensor], place: Place, variables: dict[int, Node]
-) -> tuple[Part, Sent]:
+    about: Any, constants: Sequence[torch.Tensor], place: NodePlace, variables: dict[int, Node]
+) -> tuple[GraphPart, Sent]:
     """The part that a description stands for.
 
     Args:
@@ -179,11 +179,11 @@ def decode_part(
     require(type(num_sizes) is int and 0 <= num_sizes <= _MOST_LIST, "the number of sizes of a part")
     inputs = [_source(index, header, num_sizes) for index, header in enumerate(about["inputs"])]
     reader = _Reader(inputs, constants, variables, num_sizes)
-    part = Part(0, place)
+    part = GraphPart(0, place)
     for position, each in enumerate(about["nodes"]):
         part.nodes.append(reader.node(position, each))
     require(bool(part.nodes) and not reader.constants_left, "the nodes of a part")
-    part.inputs = tuple(Output(node, 0) for node in reader.inputs)
+    part.inputs = tuple(NodeOutput(node, 0) for node in reader.inputs)
     outputs = tuple(reader.output(each) for each in about["outputs"])
     require(all(each.node in reader.made for each in outputs), "the outputs of a part")
     part.outputs = frozenset(outputs)
@@ -214,10 +214,10 @@ class _Reader:
             case "operation" if fields == {"operation", "args", "kwargs", "num_outputs"}:
                 made = self._operation(about)
             case "add_n" if fields == {"inputs"} and isinstance(about["inputs"], list) and about["inputs"]:
-                made = {"kind": Kind.ADD_N, "args": ([self.output(each) for each in about["inputs"]],)}
+                made = {"kind": NodeKind.ADD_N, "args": ([self.output(each) for each in about["inputs"]],)}
             case "constant" if not fields and self.constants_left:
                 self.constants_left -= 1
-                made = {"kind": Kind.CONSTANT, "value": next(self._constants)}
+                made = {"kind": NodeKind.CONSTANT, "value": next(self._constants)}
             case "variable" if fields == {"variable", "dtype", "shape"}:
                 node = self._variable(about)
                 self._nodes.append(node)
@@ -226,7 +226,7 @@ class _Reader:
             case "assign" if fields == {"variable", "inputs"} and isinstance(about["inputs"], list):
                 target = self._variables.get(about["variable"]) if type(about["variable"]) is int else None
                 require(target is not None and len(about["inputs"]) == 1, "an assignment")
-                made = {"kind": Kind.ASSIGN, "variable": target, "args": (self.output(about["inputs"][0]),)}
+                made = {"kind": NodeKind.ASSIGN, "variable": target, "args": (self.output(about["inputs"][0]),)}
             case _:
                 refuse("a node")
         num_outputs = made.pop("num_outputs", 1)
@@ -235,7 +235,7 @@ class _Reader:
         self.made[node] = None
         return node
 
-    def output(self, reference: Any) -> Output:
+    def output(self, reference: Any) -> NodeOutput:
         require(
             isinstance(reference, list) and len(reference) == 2 and all(type(each) is int for each in reference),
             "a reference",
@@ -243,11 +243,11 @@ class _Reader:
         number, index = reference
         if number == -1:
             require(0 <= index < len(self.inputs), "a reference to an input")
-            return Output(self.inputs[index], 0)
+            return NodeOutput(self.inputs[index], 0)
         require(0 <= number < len(self._nodes), "a reference to a node")
         node = self._nodes[number]
         require(0 <= index < len(node.outputs), "a reference to an output")
-        return Output(node, index)
+        return NodeOutput(node, index)
 
     def _variable(self, about: Mapping[str, Any]) -> Node:
         meta = empty_of({"dtype": about["dtype"], "shape": about["shape"]}, "meta")
@@ -265,7 +265,7 @@ class _Reader:
         require(isinstance(kwargs, dict) and kwargs.keys() <= set(names), f"the arguments of {named}")
         require(type(num_outputs) is int and 0 <= num_outputs <= _MOST_LIST, f"the outputs of {named}")
         return {
-            "kind": Kind.OPERATION,
+            "kind": NodeKind.OPERATION,
             "function": function,
             "args": tuple(self._value(each) for each in args),
             "kwargs": {key: self._value(each) for key, each in kwargs.items()},
@@ -309,14 +309,14 @@ def variable_node(number: Any, name: Any, like: torch.Tensor, variables: dict[in
     known = variables.get(number)
     if known is None:
         require(len(variables) < _MOST_NODES, "the number of variables")
-        known = variables[number] = _node(number, name, "", kind=Kind.VARIABLE, meta=like.to("meta"))
+        known = variables[number] = _node(number, name, "", kind=NodeKind.VARIABLE, meta=like.to("meta"))
     require((known.outputs[0].shape, known.outputs[0].dtype) == (like.shape, like.dtype), "a variable")
     return known
 
 
 def _source(index: int, header: Any, num_sizes: int) -> Node:
     meta = empty_of(header, "meta", [1] * num_sizes)
-    return _node(index, f"input {index}", "", kind=Kind.PLACEHOLDER, meta=meta)
+    return _node(index, f"input {index}", "", kind=NodeKind.PLACEHOLDER, meta=meta)
 
 
 def _node(
@@ -324,7 +324,7 @@ def _node(
     name: str,
     line: str,
     *,
-    kind: Kind,
+    kind: NodeKind,
     meta: torch.Tensor | None = None,
     num_outputs: int = 1,
     **fields: Any,

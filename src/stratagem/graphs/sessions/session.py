@@ -16,15 +16,15 @@ import torch
 
 from stratagem import _torch
 from stratagem._caller import calling_line
-from stratagem.devices.spec import DeviceSpec
+from stratagem.devices.device_spec import DeviceSpec
 from stratagem.errors import GraphTypeError, SessionError
 from stratagem.graphs.graph import Graph, get_default_graph
-from stratagem.graphs.nodes import Node, Output
+from stratagem.graphs.nodes import Node, NodeOutput
 from stratagem.graphs.sessions.fetches import Fetches, read_feeds, read_fetches
 from stratagem.graphs.sessions.local_devices import LocalFleet
-from stratagem.graphs.sessions.node_devices import Place, Placer
-from stratagem.graphs.sessions.partition import Plan, make_plan
-from stratagem.graphs.sessions.schedule import PATIENCE_S, Run, Worker
+from stratagem.graphs.sessions.node_devices import NodePlace, Placer
+from stratagem.graphs.sessions.partition import GraphPlan, make_plan
+from stratagem.graphs.sessions.schedule import PATIENCE_S, PartRunner, Run
 from stratagem.graphs.sessions.session_config import SessionConfig
 from stratagem.graphs.sessions.session_log import SessionLog
 from stratagem.placement import scopes
@@ -40,12 +40,12 @@ class SessionFleet(Protocol):
 
     shares_memory: bool
 
-    def place(self, spec: DeviceSpec, operation: str) -> Place | None: ...
-    def default(self, spec: DeviceSpec, operation: str) -> Place: ...
+    def place(self, spec: DeviceSpec, operation: str) -> NodePlace | None: ...
+    def default(self, spec: DeviceSpec, operation: str) -> NodePlace: ...
     def mapping(self) -> str: ...
-    def worker(self, place: Place) -> Worker: ...
-    def prepare(self, variable: Node, place: Place, *, anew: bool = False) -> None: ...
-    def commit(self, run: Run, places: dict[Node, Place]) -> None: ...
+    def worker(self, place: NodePlace) -> PartRunner: ...
+    def prepare(self, variable: Node, place: NodePlace, *, anew: bool = False) -> None: ...
+    def commit(self, run: Run, places: dict[Node, NodePlace]) -> None: ...
     def abandon(self, run: Run) -> None: ...
     def close(self) -> None: ...
 
@@ -103,8 +103,8 @@ class Session:
         self._forgotten.atexit = False  # a thread could no longer be started then
         _open.add(self)
         self._placer = Placer(self._fleet)
-        self._plans: dict[tuple[frozenset[Output], frozenset[Output]], Plan] = {}
-        self._numbers_seen: dict[tuple[Plan, Any], Any] = {}
+        self._plans: dict[tuple[frozenset[NodeOutput], frozenset[NodeOutput]], GraphPlan] = {}
+        self._numbers_seen: dict[tuple[GraphPlan, Any], Any] = {}
         self._log = SessionLog(
             self._placer,
             self._fleet.mapping,
@@ -161,12 +161,14 @@ class Session:
     ) -> None:
         self.close()
 
-    def _run(self, asked: Fetches, feeds: dict[Output, torch.Tensor]) -> Any:
+    def _run(self, asked: Fetches, feeds: dict[NodeOutput, torch.Tensor]) -> Any:
         self._placer.place(self.graph.recorder.nodes)
         for variable in asked.initialized:
             self._fleet.prepare(variable, self._placer.where(variable), anew=True)
         if not self._fleet.shares_memory:
-            own = {Output(node, 0): node.tensor.detach() for node in self.graph.variables if node.tensor is not None}
+            own = {
+                NodeOutput(node, 0): node.tensor.detach() for node in self.graph.variables if node.tensor is not None
+            }
             feeds = own | feeds
         plan = self._plan(asked, feeds)
         places = {variable: self._placer.where(variable) for variable in plan.variables}
@@ -181,7 +183,7 @@ class Session:
         self._log.record(plan, run.num_bytes)
         return asked.filled(results)
 
-    def _numbers(self, plan: Plan, feeds: Mapping[Output, torch.Tensor]) -> Any:
+    def _numbers(self, plan: GraphPlan, feeds: Mapping[NodeOutput, torch.Tensor]) -> Any:
         """What unknown sizes are in a run; the first time with these numbers, whether the graph fits them."""
         sizes = self.graph.recorder.sizes
         if sizes is None:
@@ -192,7 +194,7 @@ class Session:
             self._numbers_seen[plan, found.key] = found
         return self._numbers_seen[plan, found.key]
 
-    def _plan(self, asked: Fetches, feeds: Mapping[Output, torch.Tensor]) -> Plan:
+    def _plan(self, asked: Fetches, feeds: Mapping[NodeOutput, torch.Tensor]) -> GraphPlan:
         key = (frozenset(asked.outputs), frozenset(feeds))
         if key not in self._plans:
             self._plans[key] = make_plan(asked.outputs, feeds.keys(), self._placer.where)
@@ -226,5 +228,5 @@ def _connect(target: str, config: SessionConfig) -> SessionFleet:
     return _connectors[0](target, config)
 
 
-def _result(output: Output, value: torch.Tensor) -> Any:
+def _result(output: NodeOutput, value: torch.Tensor) -> Any:
     return bytes(value.tolist()).decode() if output.node.is_text else value

@@ -6,9 +6,9 @@ Reads plans and what a run has passed from device to device; runs nothing.
 from collections.abc import Callable, Iterable, Mapping
 from typing import final
 
-from stratagem.graphs.nodes import Node, Output
-from stratagem.graphs.sessions.node_devices import Place, Placer
-from stratagem.graphs.sessions.partition import Plan
+from stratagem.graphs.nodes import Node, NodeOutput
+from stratagem.graphs.sessions.node_devices import NodePlace, Placer
+from stratagem.graphs.sessions.partition import GraphPlan
 from stratagem.placement import log
 from stratagem.placement.records import Copy, PlacementRecord
 
@@ -51,7 +51,7 @@ class SessionLog:
         if lines:
             print("\n".join(lines), flush=True)
 
-    def record(self, plan: Plan, num_bytes: Mapping[Output, int]) -> None:
+    def record(self, plan: GraphPlan, num_bytes: Mapping[NodeOutput, int]) -> None:
         """Tells the logs that listen what has run, in the order of recording, and what was copied for it.
 
         Args:
@@ -61,7 +61,7 @@ class SessionLog:
         for each in log.listening():
             names = {node: each.unique(node.name) for node in plan.nodes}
             parts = {node: part for part in plan.parts for node in part.nodes}
-            brought: set[tuple[Output, object]] = set()
+            brought: set[tuple[NodeOutput, object]] = set()
             for node in plan.nodes:
                 copies = []
                 for output in node.inputs:
@@ -71,7 +71,7 @@ class SessionLog:
                         source = self._home if output in plan.fed else self._device(output.node)
                         if source != self._device(node):
                             copies.append(Copy(source, self._device(node), num_bytes[output], names[output.node]))
-                each.records.append(self._recorded(node, names, tuple(copies), fed=Output(node, 0) in plan.fed))
+                each.records.append(self._recorded(node, names, tuple(copies), fed=NodeOutput(node, 0) in plan.fed))
 
     def _recorded(
         self, node: Node, names: Mapping[Node, str], copies: tuple[Copy, ...], *, fed: bool
@@ -90,5 +90,5 @@ class SessionLog:
         )
 
     def _device(self, node: Node) -> str:
-        place: Place = self._placer.where(node)
+        place: NodePlace = self._placer.where(node)
         return place.name if self._whole_names else place.device

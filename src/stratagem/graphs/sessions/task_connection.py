@@ -17,7 +17,7 @@ from stratagem import _clock
 from stratagem.cluster import channel as channels
 from stratagem.cluster.address import Address
 from stratagem.cluster.channel import Channel, ClosedError
-from stratagem.cluster.membership.member_messages import MOST_BYTES, Body, Kind
+from stratagem.cluster.membership.member_messages import MOST_BYTES, Body, MessageKind
 from stratagem.cluster.membership.members import Pulse, keep_looking
 from stratagem.cluster.token import Token
 from stratagem.devices.memory import OutOfMemoryError
@@ -53,7 +53,7 @@ async def receive_pieces(channel: Channel, into: memoryview, noted: Callable[[],
 
 @final
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class _TaskCall:
     """A call that waits for its answer, and where the tensors of the answer go."""
 
     answer: "asyncio.Future[Body]"
@@ -74,7 +74,7 @@ class TaskConnection:
         self._channel = channel
         self._sending = asyncio.Lock()
         self._numbers = itertools.count()
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _TaskCall] = {}
         self._gone: str | None = None
         self._pulse = Pulse(HEARTBEAT_S, round(_OPENING_S / HEARTBEAT_S))
         self._listening = asyncio.create_task(self._listen())
@@ -131,11 +131,11 @@ class TaskConnection:
             raise TaskLostError(self._gone)
         number = next(self._numbers)
         answer: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
-        self._calls[number] = _Call(answer, expected)
+        self._calls[number] = _TaskCall(answer, expected)
         try:
             async with self._sending:
                 sizes = [len(each) for each in pieces]
-                self._channel.send(Kind.CALL, {"id": number, "call": call, "about": about, "sizes": sizes})
+                self._channel.send(MessageKind.CALL, {"id": number, "call": call, "about": about, "sizes": sizes})
                 for piece in pieces:
                     await send_pieces(self._channel, piece, self._note_life)
             reply = await answer
@@ -160,11 +160,11 @@ class TaskConnection:
             while True:
                 kind, body = await self._channel.receive()
                 self._note_life()
-                if kind == Kind.RETURN:
+                if kind == MessageKind.RETURN:
                     await self._take(body)
-                elif kind == Kind.REFUSED:
+                elif kind == MessageKind.REFUSED:
                     raise ProtocolError(body["why"])
-                elif kind != Kind.BEAT:
+                elif kind != MessageKind.BEAT:
                     raise ProtocolError(f"{kind.name} came in the middle of a session")
         except (ClosedError, ProtocolError, TimeoutError) as error:
             self._lose(str(error) or "it has stopped in the middle of an answer")
@@ -192,7 +192,7 @@ class TaskConnection:
     def _beat(self) -> None:
         if not self._sending.locked():  # while tensors are on their way, they are the sign
             with contextlib.suppress(ClosedError):
-                self._channel.send(Kind.BEAT)
+                self._channel.send(MessageKind.BEAT)
 
     def _look(self) -> None:
         if self._gone is None and self._pulse.is_lost():

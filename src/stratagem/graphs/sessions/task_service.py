@@ -18,15 +18,14 @@ import torch
 from stratagem import _clock
 from stratagem.cluster import strict_json
 from stratagem.cluster.channel import Channel
-from stratagem.cluster.membership.member_messages import Body, Kind, shortened
+from stratagem.cluster.membership.member_messages import Body, MessageKind, shortened
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.errors import ProtocolError, SessionError
-from stratagem.graphs.nodes import Kind as NodeKind
-from stratagem.graphs.nodes import Node, Output, Size
+from stratagem.graphs.nodes import Node, NodeKind, NodeOutput, Size
 from stratagem.graphs.sessions import sent_parts, sent_tensors
 from stratagem.graphs.sessions.local_devices import LocalFleet
-from stratagem.graphs.sessions.node_devices import Place
-from stratagem.graphs.sessions.partition import Part
+from stratagem.graphs.sessions.node_devices import NodePlace
+from stratagem.graphs.sessions.partition import GraphPart
 from stratagem.graphs.sessions.session_config import GPUOptions, SessionConfig
 from stratagem.graphs.sessions.task_connection import SILENCE_S, receive_pieces, send_pieces
 
@@ -71,11 +70,11 @@ class _Run:
 class _Course:
     """One part of a run, as the thread of its device sees it."""
 
-    def __init__(self, run: _Run, inputs: dict[Output, torch.Tensor], numbers: Sequence[Any]) -> None:
+    def __init__(self, run: _Run, inputs: dict[NodeOutput, torch.Tensor], numbers: Sequence[Any]) -> None:
         self._run = run
         self._numbers = numbers
         self._inputs = inputs
-        self.results: dict[Output, torch.Tensor] = {}
+        self.results: dict[NodeOutput, torch.Tensor] = {}
 
     @property
     def cancelled(self) -> bool:
@@ -85,10 +84,10 @@ class _Course:
         number: int | float = self._numbers[size.number]
         return number
 
-    def take(self, output: Output) -> torch.Tensor:
+    def take(self, output: NodeOutput) -> torch.Tensor:
         return self._inputs.pop(output)
 
-    def publish(self, output: Output, value: torch.Tensor) -> None:
+    def publish(self, output: NodeOutput, value: torch.Tensor) -> None:
         self.results[output] = value
 
     def assign(self, variable: Node, value: torch.Tensor) -> None:
@@ -107,20 +106,20 @@ class _Conversation:
         self._sending = asyncio.Lock()
         self._jobs: set[asyncio.Task[None]] = set()
         self._fleet: LocalFleet | None = None
-        self._parts: dict[int, tuple[Part, sent_parts.Sent]] = {}
+        self._parts: dict[int, tuple[GraphPart, sent_parts.Sent]] = {}
         self._variables: dict[int, Node] = {}
-        self._homes: dict[Node, Place] = {}
+        self._homes: dict[Node, NodePlace] = {}
         self._runs: dict[int, _Run] = {}
 
     async def follow(self, body: Body) -> None:
         """Takes one call after the other; what takes time goes on beside."""
-        kind = Kind.CALL
+        kind = MessageKind.CALL
         while True:
-            if kind == Kind.CALL:
+            if kind == MessageKind.CALL:
                 await self._take(body)
-            elif kind == Kind.BEAT:
+            elif kind == MessageKind.BEAT:
                 async with self._sending:
-                    self._channel.send(Kind.BEAT)
+                    self._channel.send(MessageKind.BEAT)
             else:
                 raise ProtocolError(f"{kind.name} came in the middle of a session")
             async with _clock.timeout(SILENCE_S):
@@ -183,7 +182,7 @@ class _Conversation:
         pieces = [sent_tensors.bytes_of(each) for each in tensors]
         reply["sizes"] = [len(each) for each in pieces]
         async with self._sending:
-            self._channel.send(Kind.RETURN, reply)
+            self._channel.send(MessageKind.RETURN, reply)
             for piece in pieces:
                 await send_pieces(self._channel, piece, _nothing)
 
@@ -210,7 +209,7 @@ class _Conversation:
         return {}, ()
 
     async def _compute(
-        self, part: Part, sent: sent_parts.Sent, run: _Run, inputs: Sequence[torch.Tensor], numbers: Sequence[Any]
+        self, part: GraphPart, sent: sent_parts.Sent, run: _Run, inputs: Sequence[torch.Tensor], numbers: Sequence[Any]
     ) -> tuple[Body, Sequence[torch.Tensor]]:
         course = _Course(run, dict(zip(sent.inputs, inputs, strict=True)), numbers)
         loop = asyncio.get_running_loop()
@@ -243,7 +242,7 @@ class _Conversation:
             raise SessionError("the session was not opened")
         return self._fleet
 
-    def _place(self, device: Any) -> Place:
+    def _place(self, device: Any) -> NodePlace:
         for place in self._known_fleet.devices():
             if place.device == device:
                 return place

@@ -12,7 +12,7 @@ from stratagem import _dtypes
 from stratagem.cluster import fields
 from stratagem.cluster.fields import WHOLE, Body, Check, is_flag, is_mapping, is_text, shortened
 from stratagem.errors import ParameterError, ProtocolError
-from stratagem.parameters.network.frames import MOST_PAYLOAD_BYTES, MOST_SHARD_BYTES, Kind
+from stratagem.parameters.network.frames import MOST_PAYLOAD_BYTES, MOST_SHARD_BYTES, FrameKind
 from stratagem.parameters.protocol import OptimizerSpec, Piece, Plain, ShardPlan, Variable
 
 __all__ = ["Body", "decode", "done", "encode", "shortened"]
@@ -76,8 +76,8 @@ def _form(value: Any) -> bool:
 
 _SAVED: Final = _list_of(_row_of(_count, is_text, _form, _list_of(_count)))
 
-_FIELDS: Final[dict[Kind, dict[str, Check]]] = {
-    Kind.ATTACH: {
+_FIELDS: Final[dict[FrameKind, dict[str, Check]]] = {
+    FrameKind.ATTACH: {
         "task": is_text,
         "cluster": is_mapping,
         "jobs": _list_of(is_text),
@@ -87,7 +87,7 @@ _FIELDS: Final[dict[Kind, dict[str, Check]]] = {
         "pid": _count,
         "incarnation": is_text,
     },
-    Kind.DEFINE: {
+    FrameKind.DEFINE: {
         "variables": _list_of(_VARIABLE),
         "shards": _list_of(_list_of(_row_of(_count, _count, _count))),
         "shard": _count,
@@ -96,8 +96,8 @@ _FIELDS: Final[dict[Kind, dict[str, Check]]] = {
         "has_values": is_flag,
         "is_open": is_flag,
     },
-    Kind.PULL: {"names": _maybe(_list_of(is_text)), "rows": _list_of(_row_of(is_text, _count))},
-    Kind.PUSH: {
+    FrameKind.PULL: {"names": _maybe(_list_of(is_text)), "rows": _list_of(_row_of(is_text, _count))},
+    FrameKind.PUSH: {
         "number": _count,
         "version": _count,
         "clock": _count,
@@ -109,11 +109,11 @@ _FIELDS: Final[dict[Kind, dict[str, Check]]] = {
         "then_pull": is_flag,
         "is_shared": is_flag,
     },
-    Kind.STATE: {"up_to": _counts_by_text},
-    Kind.LOAD: {"version": _count, "saved": _SAVED},
-    Kind.HOLD: {},
-    Kind.SHARE: {"pid": _count, "descriptor": _count, "num_bytes": _count, "proof": is_text},
-    Kind.DONE: {
+    FrameKind.STATE: {"up_to": _counts_by_text},
+    FrameKind.LOAD: {"version": _count, "saved": _SAVED},
+    FrameKind.HOLD: {},
+    FrameKind.SHARE: {"pid": _count, "descriptor": _count, "num_bytes": _count, "proof": is_text},
+    FrameKind.DONE: {
         "version": _count,
         "clock": _count,
         "verdict": is_text,
@@ -122,14 +122,14 @@ _FIELDS: Final[dict[Kind, dict[str, Check]]] = {
         "lives": _counts_by_text,
         "saved": _SAVED,
     },
-    Kind.FAILED: {"why": is_text, "retry": is_flag},
-    Kind.BEAT: {},
-    Kind.LEAVE: {"is_done": is_flag},
-    Kind.FENCED: {"why": is_text},
+    FrameKind.FAILED: {"why": is_text, "retry": is_flag},
+    FrameKind.BEAT: {},
+    FrameKind.LEAVE: {"is_done": is_flag},
+    FrameKind.FENCED: {"why": is_text},
 }
 
 
-def encode(kind: Kind, body: Body) -> bytes:
+def encode(kind: FrameKind, body: Body) -> bytes:
     """A body as bytes; refuses what the other side would refuse.
 
     Raises:
@@ -145,7 +145,7 @@ def encode(kind: Kind, body: Body) -> bytes:
     return encoded
 
 
-def decode(kind: Kind, encoded: bytes) -> Body:
+def decode(kind: FrameKind, encoded: bytes) -> Body:
     """The body that bytes stand for.
 
     Raises:
@@ -230,7 +230,7 @@ def options_from_body(options: Mapping[str, Any]) -> dict[str, Plain]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
 
 
-def _fields_of(kind: Kind) -> Mapping[str, Check]:
+def _fields_of(kind: FrameKind) -> Mapping[str, Check]:
     if kind not in _FIELDS:
         raise ProtocolError(f"a {kind.name} frame has no body")
     return _FIELDS[kind]

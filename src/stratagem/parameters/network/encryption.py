@@ -20,8 +20,8 @@ from stratagem.parameters.network.frames import (
     NONCE_BYTES,
     SEAL_BYTES,
     Bytes,
+    FrameKind,
     Header,
-    Kind,
 )
 
 _NONCE_OF_CIPHER_BYTES: Final = 12
@@ -40,7 +40,7 @@ class Sealer:
         self._number = 0
         self._room = memoryview(bytearray(MOST_FRAME_BYTES))
 
-    def seal(self, kind: Kind, payload: Bytes, *, request: int = 0, offset: int = 0) -> memoryview:
+    def seal(self, kind: FrameKind, payload: Bytes, *, request: int = 0, offset: int = 0) -> memoryview:
         """The next frame; it is good until the one after it is made."""
         with memoryview(payload) as view:
             header = Header(kind, self._number, request, offset, view.nbytes).pack()
@@ -53,7 +53,7 @@ class Sealer:
 
 
 @final
-class Opener:
+class FrameOpener:
     """Opens the frames of one direction, in their order.
 
     Args:

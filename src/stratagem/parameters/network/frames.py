@@ -30,7 +30,7 @@ GREETING_BYTES: Final = _GREETING.size
 NONCE_BYTES: Final = 32
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """What a frame is about."""
 
     ATTACH = 1
@@ -80,7 +80,7 @@ class Header(NamedTuple):
         length: How many bytes its payload has when it is opened.
     """
 
-    kind: Kind
+    kind: FrameKind
     sequence: int
     request: int
     offset: int
@@ -105,12 +105,12 @@ def parse(frame: Bytes) -> Header:
     if (magic, version, nothing) != (MAGIC, VERSION, 0):
         raise ProtocolError("what came does not begin as a frame does")
     try:
-        kind = Kind(number)
+        kind = FrameKind(number)
     except ValueError:
         raise ProtocolError(f"there is no frame of kind {number}") from None
     if num_bytes != HEADER_BYTES + length + SEAL_BYTES:
         raise ProtocolError(f"a frame says that it carries {length} bytes, and has {num_bytes}")
-    if offset and (kind != Kind.DATA or offset > MOST_SHARD_BYTES):
+    if offset and (kind != FrameKind.DATA or offset > MOST_SHARD_BYTES):
         raise ProtocolError(f"a {kind.name} frame has no byte {offset}")
     return Header(kind, sequence, request, offset, length)
 

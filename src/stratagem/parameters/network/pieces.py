@@ -5,7 +5,7 @@ from typing import final
 import torch
 
 from stratagem.errors import ParameterError
-from stratagem.parameters.network import streams
+from stratagem.parameters.network import tensor_streams
 from stratagem.parameters.protocol import Piece, Rows, ShardPlan
 
 
@@ -64,7 +64,7 @@ def require_fit(plan: ShardPlan, name: str, value: torch.Tensor) -> None:
 
 def prepared(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient in the memory of the host; a sparse one with each row once, in order."""
-    return gradient.detach().coalesce().to("cpu") if gradient.is_sparse else streams.readable(gradient)
+    return gradient.detach().coalesce().to("cpu") if gradient.is_sparse else tensor_streams.readable(gradient)
 
 
 def part(piece: Piece, gradient: torch.Tensor) -> torch.Tensor | Rows:

@@ -20,7 +20,7 @@ from stratagem.strategies.strategy import Strategy
 from stratagem.training.checkpoints import latest_checkpoint, save_checkpoint
 from stratagem.training.estimator import exporting, training_state
 from stratagem.training.estimator.checks import described, require_count, require_input_fn
-from stratagem.training.estimator.estimator_session import Session, chosen, rows
+from stratagem.training.estimator.estimator_session import EstimatorSession, chosen, rows
 from stratagem.training.estimator.hooks import (
     CheckpointSaverHook,
     CheckpointSaverListener,
@@ -32,7 +32,7 @@ from stratagem.training.estimator.hooks import (
     require_listeners,
 )
 from stratagem.training.estimator.models import Maker
-from stratagem.training.estimator.opening import InputUsedUpError, Opener
+from stratagem.training.estimator.opening import InputUsedUpError, SessionOpener
 from stratagem.training.estimator.preemption import PreemptionHook
 from stratagem.training.estimator.restarts import Restarts
 from stratagem.training.estimator.run_config import FROM_CHECKPOINT, RunConfig, usable_folder
@@ -91,7 +91,7 @@ class Estimator:
         warm_start = warm_start_from
         if warm_start is not None and not isinstance(warm_start, WarmStartSettings):
             warm_start = WarmStartSettings(warm_start)
-        self._opener = Opener(maker, self.model_dir, self.config, self.params, warm_start)
+        self._opener = SessionOpener(maker, self.model_dir, self.config, self.params, warm_start)
 
     def train(
         self,
@@ -352,7 +352,7 @@ class Estimator:
         given = self.config.eval_distribute
         return given if given is not None and given.is_in_step else get_strategy()
 
-    def _require_end(self, session: Session, steps: int | None) -> None:
+    def _require_end(self, session: EstimatorSession, steps: int | None) -> None:
         if steps is None and session.feed.spec.num_epochs is None:
             raise EstimatorError("the input has num_epochs=None and does not end; give steps, or num_epochs=1")
 
@@ -365,7 +365,7 @@ class Estimator:
 
 
 def _begun(
-    session: Session, hooks: Sequence[SessionRunHook], begun: list[SessionRunHook] | None = None
+    session: EstimatorSession, hooks: Sequence[SessionRunHook], begun: list[SessionRunHook] | None = None
 ) -> Iterator[tuple[Any, Any]]:
     """Runs a session; hooks that have begun in an earlier one, which it goes on with, do not do so again."""
     for hook in hooks:

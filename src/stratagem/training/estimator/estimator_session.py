@@ -19,7 +19,7 @@ from stratagem.training.estimator.specs import ModeKeys
 
 
 @final
-class Session(RunContext):
+class EstimatorSession(RunContext):
     """A model, its input and the hooks, from the first step to the last.
 
     Args:
@@ -40,7 +40,7 @@ class Session(RunContext):
         first: Batch | None,
         position: Mapping[str, Any],
         global_step: int,
-        save: Callable[["Session", bool], str],
+        save: Callable[["EstimatorSession", bool], str],
     ) -> None:
         self.model = model
         self.feed = feed

@@ -110,7 +110,7 @@ class KerasModel(Model):
 
     def evaluation(self) -> Evaluation:
         self._model.reset_metrics()
-        return _Evaluation()
+        return _KerasEvaluation()
 
     def predictions(self, results: Any) -> Any:
         return keras.tree.map_structure(torch.as_tensor, results)
@@ -170,7 +170,7 @@ class KerasModel(Model):
 
 
 @final
-class _Evaluation(Evaluation):
+class _KerasEvaluation(Evaluation):
     """Keras adds up by itself: what it says after a batch is of all batches so far."""
 
     def __init__(self) -> None:

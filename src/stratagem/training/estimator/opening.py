@@ -12,7 +12,7 @@ from stratagem.errors import EstimatorError, StratagemWarning
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.checkpoints import checkpoint_path, require_keepable, save_checkpoint
 from stratagem.training.estimator import training_state
-from stratagem.training.estimator.estimator_session import Session
+from stratagem.training.estimator.estimator_session import EstimatorSession
 from stratagem.training.estimator.feed import Feed, example_of
 from stratagem.training.estimator.models import Batch, Maker, Model
 from stratagem.training.estimator.run_config import RunConfig
@@ -27,7 +27,7 @@ class InputUsedUpError(Exception):
 
 
 @final
-class Opener:
+class SessionOpener:
     """What all sessions of an Estimator have in common.
 
     Args:
@@ -59,7 +59,7 @@ class Opener:
         strategy: Strategy,
         found: State | None,
         stack: contextlib.ExitStack,
-    ) -> Session:
+    ) -> EstimatorSession:
         """Opens the input, builds the model and restores it. What must be closed is left to the stack.
 
         Raises:
@@ -83,7 +83,7 @@ class Opener:
             random_state.restore(after_input, as_new=True)
         structure = training_state.structure_of(features)
 
-        def save(session: Session, finished: bool) -> str:
+        def save(session: EstimatorSession, finished: bool) -> str:
             state = training_state.state_of(session, structure, finished=finished)
             step, keep_max = session.global_step, self._config.keep_checkpoint_max
             try:
@@ -93,7 +93,7 @@ class Opener:
             finally:
                 session.agree(True)  # nobody goes on before it is there
 
-        session = Session(strategy, model, feed, first, position, step_in(found), save)
+        session = EstimatorSession(strategy, model, feed, first, position, step_in(found), save)
         if mode == ModeKeys.TRAIN:
             require_keepable(
                 training_state.state_of(session, structure, finished=False)

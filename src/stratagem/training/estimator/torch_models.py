@@ -95,7 +95,7 @@ class TorchModel(Model):
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer is not None else _NAN
 
     def evaluation(self) -> Evaluation:
-        return _Evaluation(self._spec, self._strategy)
+        return _TorchEvaluation(self._spec, self._strategy)
 
     def predictions(self, results: Any) -> Any:
         return self._strategy.gather(results)
@@ -171,7 +171,7 @@ class TorchModel(Model):
 
 
 @final
-class _Evaluation(Evaluation):
+class _TorchEvaluation(Evaluation):
     def __init__(self, spec: EstimatorSpec, strategy: Strategy) -> None:
         self._strategy = strategy
         self._metrics = _metric_objects(spec)

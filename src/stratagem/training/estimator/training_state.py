@@ -12,14 +12,14 @@ from stratagem.errors import CheckpointError, CheckpointMismatchError, Estimator
 from stratagem.objects.per_replica import PerReplica
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.checkpoints import load_checkpoint, load_latest, require_fit
-from stratagem.training.estimator.estimator_session import Session
+from stratagem.training.estimator.estimator_session import EstimatorSession
 from stratagem.training.estimator.models import Model
 from stratagem.training.estimator.specs import WarmStartSettings
 
 State = tuple[str, dict[str, Any]]
 
 
-def state_of(session: Session, structure: Any, *, finished: bool) -> dict[str, Any]:
+def state_of(session: EstimatorSession, structure: Any, *, finished: bool) -> dict[str, Any]:
     """Everything that a training needs to go on.
 
     Args:

@@ -8,8 +8,8 @@ from typing import Final
 
 from stratagem.errors import ClusterTimeoutError
 from stratagem.parameters.network.client.client_thread import Talk, raise_first
-from stratagem.parameters.network.client.connection import Pending, RetryError
-from stratagem.parameters.network.frames import Kind
+from stratagem.parameters.network.client.connection import PendingReply, RetryError
+from stratagem.parameters.network.frames import FrameKind
 from stratagem.parameters.network.shard_states import StateOfAll
 from stratagem.parameters.protocol import ShardPlan
 
@@ -29,13 +29,16 @@ def fetch(talk: Talk, plan: ShardPlan, num_optimizers: int) -> StateOfAll:
     """
     shards = range(len(plan.shards))
     for _ in range(_NUM_TRIES):
-        held = {shard: Pending(Kind.HOLD, {}) for shard in shards}
+        held = {shard: PendingReply(FrameKind.HOLD, {}) for shard in shards}
         talk.finish(held)
         up_to: dict[str, int] = {}
         for pending in held.values():
             for worker, number in pending.answer["lives"].items():
                 up_to[worker] = max(number, up_to.get(worker, 0))
-        asked = {shard: Pending(Kind.STATE, {"up_to": up_to}, (), StateOfAll.rooms(plan, shard)) for shard in shards}
+        asked = {
+            shard: PendingReply(FrameKind.STATE, {"up_to": up_to}, (), StateOfAll.rooms(plan, shard))
+            for shard in shards
+        }
         talk.settle(asked)
         if not any(isinstance(each.error, RetryError) for each in asked.values()):
             break
@@ -55,4 +58,4 @@ def give(talk: Talk, plan: ShardPlan, num_optimizers: int, state: StateOfAll) ->
         ParameterError: The state is of other variables.
     """
     parts = state.divided(plan, num_optimizers)
-    talk.finish({shard: Pending(Kind.LOAD, body, tensors) for shard, (body, tensors) in enumerate(parts)})
+    talk.finish({shard: PendingReply(FrameKind.LOAD, body, tensors) for shard, (body, tensors) in enumerate(parts)})

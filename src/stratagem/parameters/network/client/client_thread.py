@@ -13,7 +13,7 @@ import zmq
 
 from stratagem.errors import ClusterError
 from stratagem.parameters.network import zmq_sockets
-from stratagem.parameters.network.client.connection import Connection, EndedError, Pending
+from stratagem.parameters.network.client.connection import Connection, EndedError, PendingReply
 
 _LOOK_S: Final = 1.0
 _LINGER_MS: Final = 1000
@@ -46,7 +46,7 @@ class Talk:
         self._explained = explained
         self._bell = zmq_sockets.Bell()
         self._thread = threading.Thread(target=self._run, name=f"stratagem-{name}-ps", daemon=True)
-        self._asked: list[tuple[int, Pending]] = []
+        self._asked: list[tuple[int, PendingReply]] = []
         self._lock = threading.Lock()  # never held while anything waits
         self._ending: bool | None = None
         self._error: Exception | None = None
@@ -55,25 +55,25 @@ class Talk:
         """Begins to talk, over connections that are open."""
         self._thread.start()
 
-    def ask(self, pendings: Mapping[int, Pending]) -> None:
+    def ask(self, pendings: Mapping[int, PendingReply]) -> None:
         """Sends requests, each to the server of its number, without waiting."""
         with self._lock:
             self._asked += pendings.items()
         self._bell.ring()
 
-    def settle(self, pendings: Mapping[int, Pending]) -> None:
+    def settle(self, pendings: Mapping[int, PendingReply]) -> None:
         """Sends requests and waits until all are answered, well or not."""
         self.ask(pendings)
         self.wait(pendings)
 
-    def wait(self, pendings: Mapping[int, Pending]) -> None:
+    def wait(self, pendings: Mapping[int, PendingReply]) -> None:
         """Waits until all are answered, well or not."""
         for pending in pendings.values():
             while not pending.is_answered.wait(_LOOK_S):
                 if not self._thread.is_alive():
                     pending.fail(self._error or ClusterError(f"{self._name} does not talk to its servers"))
 
-    def finish(self, pendings: Mapping[int, Pending]) -> None:
+    def finish(self, pendings: Mapping[int, PendingReply]) -> None:
         """Sends requests and waits until all are answered.
 
         Raises:
@@ -141,7 +141,7 @@ class Talk:
         self._bell.hear()
 
 
-def raise_first(pendings: Iterable[Pending]) -> None:
+def raise_first(pendings: Iterable[PendingReply]) -> None:
     """Raises what the first that has failed has failed with."""
     for pending in pendings:
         if pending.error is not None:

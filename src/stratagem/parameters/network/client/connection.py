@@ -31,11 +31,11 @@ from stratagem.errors import (
     ProtocolError,
     TaskLostError,
 )
-from stratagem.parameters.network import bodies, encryption, frames, streams, zmq_sockets
+from stratagem.parameters.network import bodies, encryption, frames, tensor_streams, zmq_sockets
 from stratagem.parameters.network.bodies import Body
-from stratagem.parameters.network.encryption import Handshake, Opener, Sealer
-from stratagem.parameters.network.frames import Bytes, Greeting, Kind
-from stratagem.parameters.network.streams import Inflow
+from stratagem.parameters.network.encryption import FrameOpener, Handshake, Sealer
+from stratagem.parameters.network.frames import Bytes, FrameKind, Greeting
+from stratagem.parameters.network.tensor_streams import Inflow
 from stratagem.parameters.network.zmq_password import take_key
 
 _HANDSHAKE_S: Final = 5.0
@@ -59,7 +59,7 @@ class RetryError(Exception):
 
 @final
 @dataclasses.dataclass
-class Pending:
+class PendingReply:
     """A request to one server, until it is answered.
 
     Args:
@@ -69,7 +69,7 @@ class Pending:
         rooms: Given the answer, memory for the tensors that follow it.
     """
 
-    kind: Kind
+    kind: FrameKind
     body: Body
     tensors: Tensors = ()
     rooms: Callable[[Body], Tensors] = lambda _: ()
@@ -108,11 +108,11 @@ class Connection:
         self._dealer: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._sealer: Sealer | None = None
-        self._opener: Opener | None = None
-        self._waiting: deque[Pending] = deque()
-        self._current: Pending | None = None
+        self._opener: FrameOpener | None = None
+        self._waiting: deque[PendingReply] = deque()
+        self._current: PendingReply | None = None
         self._inflow: Inflow | None = None
-        self._outgoing: Iterator[tuple[Kind, Bytes, int]] | None = None
+        self._outgoing: Iterator[tuple[FrameKind, Bytes, int]] | None = None
         self._unsent: memoryview | None = None
         self._number = 0
         self._heard_at = 0.0
@@ -138,7 +138,7 @@ class Connection:
             kind, proof = self._greeting()
             if kind == Greeting.WELCOME and compare_digest(proof, handshake.welcome):
                 up, down = handshake.keys()
-                self._sealer, self._opener = Sealer(up), Opener(down)
+                self._sealer, self._opener = Sealer(up), FrameOpener(down)
                 return
         raise self._other_token()
 
@@ -203,14 +203,14 @@ class Connection:
         """Whether something is to be sent."""
         return self._unsent is not None or self._outgoing is not None or (bool(self._waiting) and not self._current)
 
-    def begin(self, pending: Pending) -> None:
+    def begin(self, pending: PendingReply) -> None:
         """Asks the server, after what it was asked before."""
         self._waiting.append(pending)
 
     def beat(self) -> None:
         """Gives a sign of life, unless frames are under way, which are one."""
         if self._unsent is None and self._outgoing is None and self._dealer is not None and self._sealer is not None:
-            self._unsent = self._sealer.seal(Kind.BEAT, bodies.encode(Kind.BEAT, {}))
+            self._unsent = self._sealer.seal(FrameKind.BEAT, bodies.encode(FrameKind.BEAT, {}))
             self.send()
 
     def is_silent(self) -> bool:
@@ -269,8 +269,8 @@ class Connection:
         """Takes leave; what was sent is given a moment to go."""
         if self._dealer is not None and self._sealer is not None and self._unsent is None and self._outgoing is None:
             with contextlib.suppress(zmq.ZMQError):
-                body = bodies.encode(Kind.LEAVE, {"is_done": is_done})
-                self._dealer.send(self._sealer.seal(Kind.LEAVE, body), zmq.NOBLOCK)
+                body = bodies.encode(FrameKind.LEAVE, {"is_done": is_done})
+                self._dealer.send(self._sealer.seal(FrameKind.LEAVE, body), zmq.NOBLOCK)
 
     def close(self, linger_ms: int = 0) -> None:
         """Ends the connection. A second time it does nothing."""
@@ -303,25 +303,25 @@ class Connection:
             raise ProtocolError("a frame came before the handshake was over")
         header = self._opener.parse(frame)
         current = self._current
-        if header.kind == Kind.DATA:
+        if header.kind == FrameKind.DATA:
             if self._inflow is None or header.request != self._number:
                 raise ProtocolError("data came that nobody asked for")
             self._inflow.take(self._opener, frame, header)
             self._heard_at = self._pulse.clock.now_s()
         else:
             body = bodies.decode(header.kind, self._opener.open(frame, header))
-            if header.kind == Kind.FENCED:
+            if header.kind == FrameKind.FENCED:
                 raise TaskLostError(f"this task no longer takes part: {body['why']}")
-            if header.kind == Kind.BEAT:
+            if header.kind == FrameKind.BEAT:
                 self._pulse.heard()
                 return
             if current is None or header.request != self._number or self._inflow is not None:
                 raise ProtocolError(f"a {header.kind.name} frame came that nobody waits for")
-            if header.kind == Kind.FAILED:
+            if header.kind == FrameKind.FAILED:
                 self._current = self._outgoing = None
                 current.fail(RetryError(body["why"]) if body["retry"] else ParameterError(body["why"]))
                 return
-            if header.kind != Kind.DONE:
+            if header.kind != FrameKind.DONE:
                 raise ProtocolError(f"a server does not send {header.kind.name}")
             current.answer = body
             self._inflow = Inflow(current.rooms(body))
@@ -333,7 +333,7 @@ class Connection:
             current.is_answered.set()
 
 
-def _frames(pending: Pending) -> Iterator[tuple[Kind, Bytes, int]]:
+def _frames(pending: PendingReply) -> Iterator[tuple[FrameKind, Bytes, int]]:
     yield pending.kind, pending.encoded, 0
-    for offset, piece in streams.pieces(pending.tensors):
-        yield Kind.DATA, piece, offset
+    for offset, piece in tensor_streams.pieces(pending.tensors):
+        yield FrameKind.DATA, piece, offset

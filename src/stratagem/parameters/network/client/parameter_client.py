@@ -26,20 +26,20 @@ from stratagem.errors import (
     StratagemWarning,
     TaskLostError,
 )
-from stratagem.parameters.network import bodies, streams
+from stratagem.parameters.network import bodies, tensor_streams
 from stratagem.parameters.network import pieces as pieces_of
 from stratagem.parameters.network.bodies import Body
 from stratagem.parameters.network.client import checkpoint_barrier, server_discovery
 from stratagem.parameters.network.client.client_thread import Talk, raise_first
-from stratagem.parameters.network.client.connection import Connection, EndedError, Pending, Tensors
+from stratagem.parameters.network.client.connection import Connection, EndedError, PendingReply, Tensors
 from stratagem.parameters.network.compression import Compression, Encoder
-from stratagem.parameters.network.frames import Kind
+from stratagem.parameters.network.frames import FrameKind
 from stratagem.parameters.network.pieces import Parts
 from stratagem.parameters.network.same_host_memory import SHARED, Nearby
 from stratagem.parameters.network.server.pacing import Pacing
-from stratagem.parameters.network.server.serving import HEARTBEAT_S, NUM_MISSED
+from stratagem.parameters.network.server.ps_server import HEARTBEAT_S, NUM_MISSED
 from stratagem.parameters.network.shard_states import StateOfAll
-from stratagem.parameters.protocol import OptimizerSpec, Outcome, Plain, ShardPlan, Verdict
+from stratagem.parameters.protocol import OptimizerSpec, Plain, PushOutcome, ShardPlan, Verdict
 
 _MOST_NAMED: Final = 3
 
@@ -53,10 +53,10 @@ class Handle:
         finish: Is called when all have answered.
     """
 
-    def __init__(self, pendings: Mapping[int, Pending], finish: Callable[[], None]) -> None:
+    def __init__(self, pendings: Mapping[int, PendingReply], finish: Callable[[], None]) -> None:
         self.pendings = pendings
         self.finish = finish
-        self.outcomes: list[Outcome] | None = None
+        self.outcomes: list[PushOutcome] | None = None
 
 
 @final
@@ -206,7 +206,7 @@ class ParameterClient:
             rooms = [parts.room(by_name[name], into[name]) for name in names]
             rooms += [parts.room_for_rows(by_name[name], indices, into[name]) for name, indices in chosen.items()]
             body = {"names": names, "rows": [[name, len(indices)] for name, indices in chosen.items()]}
-            pendings[shard] = Pending(Kind.PULL, body, list(chosen.values()), _always(rooms))
+            pendings[shard] = PendingReply(FrameKind.PULL, body, list(chosen.values()), _always(rooms))
         self._on_their_way = self._ask(pendings, parts.put)
         return self._on_their_way
 
@@ -240,7 +240,7 @@ class ParameterClient:
         if into is not None:
             self._await_values()
         prepared = {name: pieces_of.prepared(gradient) for name, gradient in gradients.items()}
-        own = {name: streams.readable(value) for name, value in (assigned or {}).items()}
+        own = {name: tensor_streams.readable(value) for name, value in (assigned or {}).items()}
         pendings = {}
         for shard, pieces in enumerate(plan.shards):
             described: list[list[Any]] = []
@@ -273,7 +273,7 @@ class ParameterClient:
                 "then_pull": into is not None,
                 "is_shared": nearby is not None,
             }
-            pendings[shard] = Pending(Kind.PUSH, body, tensors, _always(rooms))
+            pendings[shard] = PendingReply(FrameKind.PUSH, body, tensors, _always(rooms))
         self._clock += 1
         self._numbers = [number + 1 for number in self._numbers]
         handle = self._ask(pendings, parts.put)
@@ -281,7 +281,7 @@ class ParameterClient:
             self._on_their_way = handle
         return handle
 
-    def wait(self, handle: Handle) -> list[Outcome]:
+    def wait(self, handle: Handle) -> list[PushOutcome]:
         """Waits for a push or pull; returns what each server that took part made of it.
 
         Raises:
@@ -306,11 +306,11 @@ class ParameterClient:
         for shard, pending in handle.pendings.items():
             answer = pending.answer
             verdict = Verdict(answer["verdict"] or Verdict.APPLIED.value)
-            outcomes.append(Outcome(verdict, answer["version"], answer["staleness"], answer["reason"]))
+            outcomes.append(PushOutcome(verdict, answer["version"], answer["staleness"], answer["reason"]))
             if verdict not in (Verdict.APPLIED, Verdict.DUPLICATE, Verdict.STALE):
                 self._numbers[shard] -= 1  # the server still waits for a push of this number
             # Some rows do not make the rest newer.
-            if not pending.body["rows"] if pending.kind == Kind.PULL else pending.body["then_pull"]:
+            if not pending.body["rows"] if pending.kind == FrameKind.PULL else pending.body["then_pull"]:
                 self._versions[shard] = answer["version"]
         return outcomes
 
@@ -346,7 +346,7 @@ class ParameterClient:
         if self._on_their_way is not None:
             self.wait(self._on_their_way)
 
-    def _ask(self, pendings: Mapping[int, Pending], finish: Callable[[], None] = lambda: None) -> Handle:
+    def _ask(self, pendings: Mapping[int, PendingReply], finish: Callable[[], None] = lambda: None) -> Handle:
         self._talk.ask(pendings)
         return Handle(pendings, finish)
 
@@ -356,7 +356,7 @@ class ParameterClient:
             with contextlib.ExitStack() as stack:
                 made = Nearby.made(pieces, stack)
                 if made is not None:
-                    offer = Pending(Kind.SHARE, made[1])
+                    offer = PendingReply(FrameKind.SHARE, made[1])
                     self._talk.finish({shard: offer})
                     if offer.answer["verdict"] == SHARED:
                         self._nearby[shard] = made[0]

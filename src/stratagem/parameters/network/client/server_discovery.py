@@ -8,11 +8,11 @@ import torch
 
 from stratagem.cluster.membership.compatibility import Introduction
 from stratagem.errors import ClusterJoinError, ClusterTimeoutError, ParameterError, ParameterServerLostError
-from stratagem.parameters.network import streams
+from stratagem.parameters.network import tensor_streams
 from stratagem.parameters.network.bodies import Body
 from stratagem.parameters.network.client.client_thread import Talk, raise_first
-from stratagem.parameters.network.client.connection import Connection, Pending, RetryError
-from stratagem.parameters.network.frames import Kind
+from stratagem.parameters.network.client.connection import Connection, PendingReply, RetryError
+from stratagem.parameters.network.frames import FrameKind
 from stratagem.parameters.protocol import ShardPlan
 
 _RETRY_S: Final = 0.05
@@ -49,7 +49,7 @@ def introduce(talk: Talk, connections: Sequence[Connection], introduction: Intro
     _repeated(
         talk,
         range(len(connections)),
-        lambda _: Pending(Kind.ATTACH, introduction.to_body()),
+        lambda _: PendingReply(FrameKind.ATTACH, introduction.to_body()),
         deadline,
         lambda shard, error: ClusterJoinError(
             f"{connections[shard].task} does not take {introduction.task} in: {error}"
@@ -82,10 +82,10 @@ def define(
         ClusterTimeoutError: The chief has not defined them in time.
     """
 
-    def request(shard: int, whole: Mapping[str, torch.Tensor] | None = None) -> Pending:
+    def request(shard: int, whole: Mapping[str, torch.Tensor] | None = None) -> PendingReply:
         own = [] if whole is None else [piece.of(whole[piece.name]) for piece in plan.shards[shard]]
         said = {**body, "shard": shard, "has_values": whole is not None}
-        return Pending(Kind.DEFINE, said, list(map(streams.readable, own)))
+        return PendingReply(FrameKind.DEFINE, said, list(map(tensor_streams.readable, own)))
 
     def no_chief(shard: int, error: Exception) -> Exception:
         if isinstance(error, ParameterError):
@@ -113,7 +113,7 @@ def define(
 def _repeated(
     talk: Talk,
     shards: Sequence[int],
-    request: Callable[[int], Pending],
+    request: Callable[[int], PendingReply],
     deadline: float,
     refused: Callable[[int, Exception], Exception],
 ) -> dict[int, Body]:
@@ -135,7 +135,7 @@ def _repeated(
         time.sleep(_RETRY_S)
 
 
-def _answered(talk: Talk, pendings: Mapping[int, Pending]) -> dict[int, Body]:
+def _answered(talk: Talk, pendings: Mapping[int, PendingReply]) -> dict[int, Body]:
     """Asks once; the answers of those that have one."""
     talk.settle(pendings)
     raise_first(each for each in pendings.values() if not isinstance(each.error, RetryError))

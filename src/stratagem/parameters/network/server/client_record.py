@@ -8,18 +8,18 @@ import torch
 
 from stratagem.cluster.membership.members import Pulse
 from stratagem.errors import ProtocolError
-from stratagem.parameters.network import bodies, streams
+from stratagem.parameters.network import bodies, tensor_streams
 from stratagem.parameters.network.bodies import Body
-from stratagem.parameters.network.encryption import Handshake, Opener, Sealer
-from stratagem.parameters.network.frames import Bytes, Header, Kind
+from stratagem.parameters.network.encryption import FrameOpener, Handshake, Sealer
+from stratagem.parameters.network.frames import Bytes, FrameKind, Header
 from stratagem.parameters.network.same_host_memory import Nearby
-from stratagem.parameters.network.streams import Inflow
+from stratagem.parameters.network.tensor_streams import Inflow
 
 _MOST_WAITING: Final = 64
 
 
 @final
-class Session:
+class ClientRecord:
     """A client that has shown that it has the token.
 
     Args:
@@ -38,11 +38,11 @@ class Session:
         self.why_fenced = ""
         self.nearby: Nearby | None = None
         up, down = handshake.keys()
-        self._opener, self._sealer = Opener(up), Sealer(down)
-        self._asked: tuple[Kind, Body, int] | None = None
+        self._opener, self._sealer = FrameOpener(up), Sealer(down)
+        self._asked: tuple[FrameKind, Body, int] | None = None
         self._inflow: Inflow | None = None
         self._heard_at = 0.0
-        self._outgoing: deque[Iterator[tuple[Kind, Bytes, int, int]]] = deque()
+        self._outgoing: deque[Iterator[tuple[FrameKind, Bytes, int, int]]] = deque()
         self._unsent: memoryview | None = None
         self._stuck_since = float("inf")
 
@@ -56,7 +56,7 @@ class Session:
         """The body of a frame."""
         return bodies.decode(header.kind, self._opener.open(frame, header))
 
-    def expect(self, kind: Kind, body: Body, request: int, tensors: Sequence[torch.Tensor]) -> None:
+    def expect(self, kind: FrameKind, body: Body, request: int, tensors: Sequence[torch.Tensor]) -> None:
         """A request has begun; these are to come."""
         self._asked, self._inflow = (kind, body, request), Inflow(tensors)
         self._heard_at = self.pulse.clock.now_s()
@@ -73,7 +73,7 @@ class Session:
         """For how long it has not sent what it announced."""
         return 0.0 if self._inflow is None else self.pulse.clock.now_s() - self._heard_at
 
-    def whole_request(self) -> tuple[Kind, Body, int, Sequence[torch.Tensor]] | None:
+    def whole_request(self) -> tuple[FrameKind, Body, int, Sequence[torch.Tensor]] | None:
         """The request that is under way, once all of it has come."""
         if self._asked is None or self._inflow is None or not self._inflow.is_complete:
             return None
@@ -83,7 +83,7 @@ class Session:
 
     # What goes
 
-    def send(self, kind: Kind, body: Body, request: int = 0, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def send(self, kind: FrameKind, body: Body, request: int = 0, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Puts an answer into the queue, with tensors after it."""
         if len(self._outgoing) >= _MOST_WAITING:
             raise ProtocolError("it does not read what it is sent")
@@ -124,8 +124,8 @@ class Session:
 
 
 def _frames(
-    kind: Kind, body: bytes, request: int, tensors: Sequence[torch.Tensor]
-) -> Iterator[tuple[Kind, Bytes, int, int]]:
+    kind: FrameKind, body: bytes, request: int, tensors: Sequence[torch.Tensor]
+) -> Iterator[tuple[FrameKind, Bytes, int, int]]:
     yield kind, body, request, 0
-    for offset, piece in streams.pieces(tensors):
-        yield Kind.DATA, piece, request, offset
+    for offset, piece in tensor_streams.pieces(tensors):
+        yield FrameKind.DATA, piece, request, offset

@@ -8,7 +8,7 @@ import torch
 
 from stratagem.cluster.spec import CHIEF, MASTER, TRAINING, ClusterSpec
 from stratagem.parameters.network.bodies import Body
-from stratagem.parameters.network.frames import Kind
+from stratagem.parameters.network.frames import FrameKind
 from stratagem.parameters.network.same_host_memory import Nearby
 
 Tensors = Sequence[torch.Tensor]
@@ -16,7 +16,7 @@ Tensors = Sequence[torch.Tensor]
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Request:
+class ClientRequest:
     """Something that a client asks for.
 
     Args:
@@ -29,10 +29,10 @@ class Request:
     """
 
     worker: int
-    kind: Kind
+    kind: FrameKind
     body: Body
     tensors: Tensors
-    answer: Callable[[Kind, Body, Tensors], None]
+    answer: Callable[[FrameKind, Body, Tensors], None]
     nearby: Nearby | None = None
 
 

@@ -16,12 +16,12 @@ import torch
 from stratagem.errors import ParameterError, ProtocolError, StratagemError
 from stratagem.parameters.network import bodies, compression
 from stratagem.parameters.network.bodies import Body
-from stratagem.parameters.network.frames import Kind
-from stratagem.parameters.network.server.client_requests import Request
+from stratagem.parameters.network.frames import FrameKind
+from stratagem.parameters.network.server.client_requests import ClientRequest
 from stratagem.parameters.network.server.held_pushes import Holds
 from stratagem.parameters.network.server.pacing import LOOK_S, Pace, Pacing
 from stratagem.parameters.network.shard_states import described, room, state_of, state_rooms
-from stratagem.parameters.protocol import OptimizerSpec, Outcome, Piece, Push, Rows, ShardPlan, Verdict
+from stratagem.parameters.protocol import OptimizerSpec, Piece, Push, PushOutcome, Rows, ShardPlan, Verdict
 from stratagem.parameters.shard import Shard
 
 
@@ -45,7 +45,7 @@ class Desk:
     def __init__(self, number: int) -> None:
         self._number = number
         self._thread = threading.Thread(target=self._work, name=f"stratagem-ps/{number}-desk", daemon=True)
-        self._requests: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[ClientRequest | Callable[[], None] | None] = queue.SimpleQueue()
         self._shard: Shard | None = None
         self._definition: _Definition | None = None
         self._pace: Pace | None = None
@@ -65,7 +65,7 @@ class Desk:
         self._requests.put(None)
         self._thread.join()
 
-    def put(self, request: Request) -> None:
+    def put(self, request: ClientRequest) -> None:
         """Has something done."""
         self._requests.put(request)
 
@@ -75,25 +75,25 @@ class Desk:
 
     # Sizes, in the thread of the sockets
 
-    def expected(self, kind: Kind, body: Body) -> list[torch.Tensor]:
+    def expected(self, kind: FrameKind, body: Body) -> list[torch.Tensor]:
         """Memory for the tensors that follow a request.
 
         Raises:
             ProtocolError: They are not what this shard has.
         """
-        if kind == Kind.DEFINE:
+        if kind == FrameKind.DEFINE:
             plan = bodies.plan_from_body(body)
             if body["shard"] != self._number:
                 raise ProtocolError(f"this is shard {self._number}, the request is for {body['shard']}")
             return [room(piece) for piece in plan.shards[self._number]] if body["has_values"] else []
-        if kind == Kind.PULL:
+        if kind == FrameKind.PULL:
             return [torch.empty(self._checked_count(name, count), dtype=torch.int64) for name, count in body["rows"]]
-        if kind == Kind.PUSH and not body["is_shared"]:
+        if kind == FrameKind.PUSH and not body["is_shared"]:
             rooms = []
             for name, count, encoding in body["gradients"]:
                 rooms += compression.rooms(self._piece(name), count, encoding)
             return rooms + [room(self._piece(name)) for name in body["assigned"]]
-        if kind == Kind.LOAD:
+        if kind == FrameKind.LOAD:
             return state_rooms(self.all_pieces(), body["saved"])
         return []
 
@@ -130,7 +130,7 @@ class Desk:
             else:
                 if request is None:
                     return
-                if isinstance(request, Request):
+                if isinstance(request, ClientRequest):
                     self._carry_out(request)
                 else:
                     request()
@@ -143,18 +143,18 @@ class Desk:
             return 0.05
         return LOOK_S if self._pace is not None and self._pace.is_anybody_waiting else None
 
-    def _carry_out(self, request: Request) -> None:
+    def _carry_out(self, request: ClientRequest) -> None:
         self._try(request, functools.partial(self._HANDLERS[request.kind], self))
 
     @staticmethod
-    def _try(request: Request, handler: Callable[[Request], None]) -> None:
+    def _try(request: ClientRequest, handler: Callable[[ClientRequest], None]) -> None:
         """Whatever goes wrong with one request, the others are carried out."""
         try:
             handler(request)
         except Exception as error:
             _fail(request, error)
 
-    def _attach(self, request: Request) -> None:
+    def _attach(self, request: ClientRequest) -> None:
         if request.worker in self._leaving:  # it is back before what it sent could be applied
             self._holds.drop(request.worker)
             self._fence(request.worker, self._leaving[request.worker])
@@ -163,7 +163,7 @@ class Desk:
         self._applied.pop(request.worker, None)
         self._departed.pop(request.worker, None)
         version = 0 if self._shard is None else self._shard.version
-        request.answer(Kind.DONE, bodies.done(version=version), ())
+        request.answer(FrameKind.DONE, bodies.done(version=version), ())
 
     def _fence(self, worker: int, is_done: bool) -> None:
         self._holds.end(worker)
@@ -178,7 +178,7 @@ class Desk:
         if self._pace is not None:
             self._pace.leave(worker, is_done=is_done)
 
-    def _define(self, request: Request) -> None:
+    def _define(self, request: ClientRequest) -> None:
         body = request.body
         wanted = _Definition(
             bodies.plan_from_body(body),
@@ -188,7 +188,7 @@ class Desk:
         )
         if not body["has_values"] and not self._is_open:
             why = "the chief has not defined the variables yet"
-            request.answer(Kind.FAILED, {"why": why, "retry": True}, ())
+            request.answer(FrameKind.FAILED, {"why": why, "retry": True}, ())
             return
         if self._definition is None or self._shard is None:
             pieces = wanted.plan.shards[self._number]
@@ -207,7 +207,7 @@ class Desk:
         clock = 0 if self._pace is None else self._pace.enter(request.worker)
         known = (self._definition or wanted).pacing.members
         said = f"{len(known)} tasks that train" if known != wanted.pacing.members else ""
-        request.answer(Kind.DONE, bodies.done(version=self._shard.version, clock=clock, reason=said), ())
+        request.answer(FrameKind.DONE, bodies.done(version=self._shard.version, clock=clock, reason=said), ())
 
     def _new_pace(self, pacing: Pacing, shard: Shard) -> Pace:
         pace = Pace(pacing, shard, self._answer_push, _fail)
@@ -215,14 +215,14 @@ class Desk:
             pace.leave(worker, is_done=is_done)
         return pace
 
-    def _pull(self, request: Request) -> None:
+    def _pull(self, request: ClientRequest) -> None:
         shard = self._whole_shard()
         rows = {name: indices for (name, _), indices in zip(request.body["rows"], request.tensors, strict=True)}
         pulled = shard.pull(request.body["names"], rows)
         found = [each.values if isinstance(each, Rows) else each for each in pulled.values.values()]
-        request.answer(Kind.DONE, bodies.done(version=pulled.version), found)
+        request.answer(FrameKind.DONE, bodies.done(version=pulled.version), found)
 
-    def _push(self, request: Request) -> None:
+    def _push(self, request: ClientRequest) -> None:
         if self._holds.defer(request):
             return
         body, tensors = request.body, iter(request.tensors)
@@ -250,10 +250,10 @@ class Desk:
         if outcome is not None:
             self._note(request, outcome)  # its answer may have to wait, a checkpoint has it already
 
-    def _answer_push(self, request: Request, outcome: Outcome) -> None:
+    def _answer_push(self, request: ClientRequest, outcome: PushOutcome) -> None:
         self._try(request, functools.partial(self._tell, outcome))
 
-    def _tell(self, outcome: Outcome, request: Request) -> None:
+    def _tell(self, outcome: PushOutcome, request: ClientRequest) -> None:
         shard, body = self._whole_shard(), request.body
         self._note(request, outcome)
         into = None if request.nearby is None else request.nearby.values
@@ -265,18 +265,18 @@ class Desk:
             staleness=max(0, outcome.staleness),
             reason=bodies.shortened(outcome.reason),
         )
-        request.answer(Kind.DONE, said, [each for each in values if isinstance(each, torch.Tensor)])
+        request.answer(FrameKind.DONE, said, [each for each in values if isinstance(each, torch.Tensor)])
 
-    def _note(self, request: Request, outcome: Outcome) -> None:
+    def _note(self, request: ClientRequest, outcome: PushOutcome) -> None:
         if outcome.verdict in (Verdict.APPLIED, Verdict.DUPLICATE, Verdict.STALE):
             self._applied[request.worker] = max(request.body["number"], self._applied.get(request.worker, 0))
 
-    def _hold(self, request: Request) -> None:
+    def _hold(self, request: ClientRequest) -> None:
         self._holds.begin(request.worker)
         lives = {str(worker): number for worker, number in self._applied.items()}
-        request.answer(Kind.DONE, bodies.done(version=self._whole_shard().version, lives=lives), ())
+        request.answer(FrameKind.DONE, bodies.done(version=self._whole_shard().version, lives=lives), ())
 
-    def _state(self, request: Request) -> None:
+    def _state(self, request: ClientRequest) -> None:
         self._whole_shard()
         try:
             up_to = {int(worker): number for worker, number in request.body["up_to"].items()}
@@ -287,15 +287,15 @@ class Desk:
     def _is_missing(self, worker: int, number: int) -> bool:
         return worker in self._lives and self._applied.get(worker, 0) < number
 
-    def _answer_state(self, request: Request) -> None:
+    def _answer_state(self, request: ClientRequest) -> None:
         state = self._whole_shard().state_dict()
         saved, kept = described(self.all_pieces(), state["optimizers"])
         tensors = [*state["values"].values(), *kept]
-        request.answer(Kind.DONE, bodies.done(version=state["version"], saved=saved), tensors)
+        request.answer(FrameKind.DONE, bodies.done(version=state["version"], saved=saved), tensors)
 
-    def _load(self, request: Request) -> None:
+    def _load(self, request: ClientRequest) -> None:
         if self._is_open:  # a chief that has come back: what is here is newer than its checkpoint
-            request.answer(Kind.DONE, bodies.done(version=self._whole_shard().version), ())
+            request.answer(FrameKind.DONE, bodies.done(version=self._whole_shard().version), ())
             return
         shard, body = self._whole_shard(), request.body
         pieces, number = self.all_pieces(), self._num_optimizers()
@@ -306,7 +306,7 @@ class Desk:
             self._pace = self._new_pace(self._definition.pacing, shard)
             for worker in self._lives:
                 self._pace.enter(worker)
-        request.answer(Kind.DONE, bodies.done(version=shard.version), ())
+        request.answer(FrameKind.DONE, bodies.done(version=shard.version), ())
 
     def _num_optimizers(self) -> int:
         return 0 if self._definition is None else len(self._definition.optimizers)
@@ -316,20 +316,20 @@ class Desk:
             raise ParameterError("no variables have been defined yet")
         return self._shard
 
-    _HANDLERS: Final[dict[Kind, Callable[["Desk", Request], None]]] = {
-        Kind.ATTACH: _attach,
-        Kind.DEFINE: _define,
-        Kind.PULL: _pull,
-        Kind.PUSH: _push,
-        Kind.HOLD: _hold,
-        Kind.STATE: _state,
-        Kind.LOAD: _load,
+    _HANDLERS: Final[dict[FrameKind, Callable[["Desk", ClientRequest], None]]] = {
+        FrameKind.ATTACH: _attach,
+        FrameKind.DEFINE: _define,
+        FrameKind.PULL: _pull,
+        FrameKind.PUSH: _push,
+        FrameKind.HOLD: _hold,
+        FrameKind.STATE: _state,
+        FrameKind.LOAD: _load,
     }
 
 
-def _fail(request: Request, error: Exception) -> None:
+def _fail(request: ClientRequest, error: Exception) -> None:
     why = str(error) if isinstance(error, StratagemError) else f"{type(error).__name__}: {error}"
-    request.answer(Kind.FAILED, {"why": bodies.shortened(why), "retry": False}, ())
+    request.answer(FrameKind.FAILED, {"why": bodies.shortened(why), "retry": False}, ())
 
 
 def _difference(one: _Definition, other: _Definition) -> str:

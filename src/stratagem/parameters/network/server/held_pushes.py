@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final, final
 
-from stratagem.parameters.network.frames import Kind
-from stratagem.parameters.network.server.client_requests import Request
+from stratagem.parameters.network.frames import FrameKind
+from stratagem.parameters.network.server.client_requests import ClientRequest
 
 HOLD_S: Final = 5.0
 """How long nothing is applied for the sake of a checkpoint, at most."""
@@ -29,9 +29,9 @@ class _Hold:
 
     until: float
     up_to: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    saving: Request | None = None
+    saving: ClientRequest | None = None
 
-    def allows(self, push: Request) -> bool:
+    def allows(self, push: ClientRequest) -> bool:
         return bool(push.body["number"] <= self.up_to.get(push.worker, 0))
 
 
@@ -47,15 +47,15 @@ class Holds:
 
     def __init__(
         self,
-        carry_out: Callable[[Request], None],
-        save: Callable[[Request], None],
+        carry_out: Callable[[ClientRequest], None],
+        save: Callable[[ClientRequest], None],
         is_missing: Callable[[int, int], bool],
     ) -> None:
         self._carry_out = carry_out
         self._save = save
         self._is_missing = is_missing
         self._holds: dict[int, _Hold] = {}
-        self._deferred: list[Request] = []
+        self._deferred: list[ClientRequest] = []
 
     @property
     def is_any(self) -> bool:
@@ -71,7 +71,7 @@ class Holds:
         if self._holds.pop(worker, None) is not None:
             self._try_again()
 
-    def defer(self, push: Request) -> bool:
+    def defer(self, push: ClientRequest) -> bool:
         """Keeps a push for later, if somebody wants that; returns whether."""
         if all(hold.allows(push) for hold in self._holds.values()):
             return False
@@ -86,7 +86,7 @@ class Holds:
         """Forgets the pushes of a worker that wait."""
         self._deferred = [each for each in self._deferred if each.worker != worker]
 
-    def save(self, request: Request, up_to: Mapping[int, int]) -> None:
+    def save(self, request: ClientRequest, up_to: Mapping[int, int]) -> None:
         """A task asks for the state, with these pushes and no others."""
         hold = self._holds.get(request.worker)
         if hold is None:  # this shard may have applied what others have not
@@ -115,5 +115,5 @@ class Holds:
             self._carry_out(each)
 
 
-def _ask_again(request: Request, why: str) -> None:
-    request.answer(Kind.FAILED, {"why": f"{why}, within {HOLD_S:g} s", "retry": True}, ())
+def _ask_again(request: ClientRequest, why: str) -> None:
+    request.answer(FrameKind.FAILED, {"why": f"{why}, within {HOLD_S:g} s", "retry": True}, ())

@@ -12,8 +12,8 @@ import torch
 
 from stratagem._clock import Clock
 from stratagem.errors import ParameterError, StratagemError
-from stratagem.parameters.network.server.client_requests import Request, name_of
-from stratagem.parameters.protocol import Outcome, Push, Rows, Verdict
+from stratagem.parameters.network.server.client_requests import ClientRequest, name_of
+from stratagem.parameters.protocol import Push, PushOutcome, Rows, Verdict
 from stratagem.parameters.shard import Shard
 
 LOOK_S: Final = 0.5
@@ -64,9 +64,9 @@ class Pacing:
 @final
 @dataclasses.dataclass(frozen=True)
 class _Waiting:
-    request: Request
+    request: ClientRequest
     push: Push
-    outcome: Outcome | None
+    outcome: PushOutcome | None
     since: float
 
 
@@ -85,8 +85,8 @@ class Pace:
         self,
         pacing: Pacing,
         shard: Shard,
-        answer: Callable[[Request, Outcome], None],
-        fail: Callable[[Request, Exception], None],
+        answer: Callable[[ClientRequest, PushOutcome], None],
+        fail: Callable[[ClientRequest, Exception], None],
     ) -> None:
         self._pacing = pacing
         self._shard = shard
@@ -131,7 +131,7 @@ class Pace:
             (self._left if is_done else self._lost).add(worker)
         self.look()
 
-    def push(self, request: Request, push: Push) -> Outcome | None:
+    def push(self, request: ClientRequest, push: Push) -> PushOutcome | None:
         """Takes an update; its answer comes when its worker may go on.
 
         Returns:
@@ -144,12 +144,12 @@ class Pace:
                 self._clocks[push.worker] = request.body["clock"]
             self._waiting[push.worker] = _Waiting(request, push, outcome, self._clock.now_s())
         elif not push.incarnation:
-            self._answer(request, Outcome(Verdict.FENCED, self._shard.version, reason="it was declared lost"))
+            self._answer(request, PushOutcome(Verdict.FENCED, self._shard.version, reason="it was declared lost"))
             return None
         elif push.version != self._shard.version:
             late = self._shard.version - push.version
             reason = f"step {push.version} was complete without it"
-            self._answer(request, Outcome(Verdict.STALE, self._shard.version, max(0, late), reason))
+            self._answer(request, PushOutcome(Verdict.STALE, self._shard.version, max(0, late), reason))
             return None
         else:
             self._waiting[push.worker] = _Waiting(request, push, None, self._clock.now_s())

@@ -6,9 +6,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from stratagem.cluster.launch.environment import Offer, tasks_here
-from stratagem.cluster.launch.plan import Machine, Order, Plan, make_plan
+from stratagem.cluster.launch.plan import LaunchPlan, Machine, Order, make_plan
 from stratagem.cluster.launch.ports import Ports
-from stratagem.cluster.launch.user_program import Program
+from stratagem.cluster.launch.user_program import UserProgram
 from stratagem.devices.host import Host
 from stratagem.devices.inventory import Inventory
 from stratagem.errors import LaunchError
@@ -23,23 +23,23 @@ class EightCores(Host):
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> UserProgram:
     monkeypatch.delenv("TF_CONFIG", raising=False)
     (tmp_path / "train.py").touch()
-    return Program(str(tmp_path / "train.py"))
+    return UserProgram(str(tmp_path / "train.py"))
 
 
-def plan_of(program: Program, **order: object) -> Plan:
+def plan_of(program: UserProgram, **order: object) -> LaunchPlan:
     return make_plan(Order(program, **order), Inventory(host=EightCores()))  # type: ignore[arg-type]
 
 
-def test_workers_and_chief_have_equal_shares_of_the_cores(program: Program) -> None:
+def test_workers_and_chief_have_equal_shares_of_the_cores(program: UserProgram) -> None:
     plan = plan_of(program, num_workers=3, chief=True, num_ps=1, evaluator=True)
     assert plan.names() == ["chief/0", "worker/0", "worker/1", "worker/2", "ps/0", "evaluator/0"]
     assert [seat.cores for seat in plan.seats] == [(0, 1), (2, 3), (4, 5), (6, 7), (), ()]
 
 
-def test_only_worker_has_all_cores(program: Program) -> None:
+def test_only_worker_has_all_cores(program: UserProgram) -> None:
     assert [seat.cores for seat in plan_of(program, num_workers=1, num_ps=2).seats] == [(), (), ()]
 
 
@@ -54,7 +54,7 @@ def test_only_worker_has_all_cores(program: Program) -> None:
     ],
 )
 def test_workers_have_equal_shares_of_the_gpus(
-    program: Program, monkeypatch: pytest.MonkeyPatch, devices: str | None, mask: str | None, expected: list[object]
+    program: UserProgram, monkeypatch: pytest.MonkeyPatch, devices: str | None, mask: str | None, expected: list[object]
 ) -> None:
     monkeypatch.setenv("STRATAGEM_SIMULATE", "gpu:4")
     if mask:
@@ -63,7 +63,7 @@ def test_workers_have_equal_shares_of_the_gpus(
 
 
 def test_workers_see_all_gpus_when_there_are_too_few_and_none_were_asked_for(
-    program: Program, monkeypatch: pytest.MonkeyPatch
+    program: UserProgram, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STRATAGEM_SIMULATE", "gpu:1")
     plan = plan_of(program, num_workers=2)
@@ -71,7 +71,7 @@ def test_workers_see_all_gpus_when_there_are_too_few_and_none_were_asked_for(
     assert "2 training tasks see all 1 GPU(s): too few for one each" in plan.reasons
 
 
-def test_machines_together_make_one_cluster(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_together_make_one_cluster(program: UserProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "77")  # of a launcher around this one
     offers = [
         Offer("first", {"chief": ["a:1"], "worker": ["a:2"], "ps": ["a:3"]}, "a:9"),
@@ -106,7 +106,7 @@ def test_machines_together_make_one_cluster(program: Program, monkeypatch: pytes
     ],
 )
 def test_machines_that_make_no_cluster_are_refused(
-    program: Program, jobs: list[dict[str, list[str]]], words: str
+    program: UserProgram, jobs: list[dict[str, list[str]]], words: str
 ) -> None:
     plan = plan_of(program, num_workers=0, num_ps=1, machine=Machine(0, 2, ENDPOINT))
     offers = [Offer("run", each, "a:9") for each in jobs]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.machines import Machine, machines, network
+from tests.cluster.membership.test_membership import lost_by
 from tests.cluster.tasks import TaskProcess, begin, listening_at
-from tests.cluster.test_membership import lost_by
 
 __all__ = ["network"]
 

@@ -7,7 +7,7 @@ import torch
 
 import stratagem as sg
 from stratagem.errors import GraphError, GraphTypeError
-from stratagem.graphs.nodes import Kind
+from stratagem.graphs.nodes import NodeKind
 from tests.placement.conftest import two_products
 
 
@@ -78,8 +78,8 @@ def test_parameters_become_variables_and_other_tensors_constants() -> None:
         inside = torch.nn.Linear(2, 2)  # filling its weights is no part of the graph
         y = inside(layer(x)) + torch.ones(2)
     kinds = [node.kind for node in graph.nodes]
-    assert kinds.count(Kind.VARIABLE) == 4
-    assert kinds.count(Kind.CONSTANT) == 1
+    assert kinds.count(NodeKind.VARIABLE) == 4
+    assert kinds.count(NodeKind.CONSTANT) == 1
     assert {id(node.tensor) for node in graph.variables} == {
         id(each) for module in (layer, inside) for each in module.parameters()
     }

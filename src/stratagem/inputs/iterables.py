@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 from stratagem.errors import StrategyError
-from stratagem.inputs.reader import Host, InputContext, send_waiting
+from stratagem.inputs.reader import InputContext, InputHost, send_waiting
 from stratagem.inputs.splitting import Evenness, join, split
 
 
-class Feed(ABC):
+class StreamFeed(ABC):
     """Where batches come from, one epoch after the other."""
 
     @abstractmethod
@@ -22,7 +22,7 @@ class Feed(ABC):
 
 
 @final
-class RepeatedFeed(Feed):
+class RepeatedFeed(StreamFeed):
     """Something that can be iterated many times: a list, a DataLoader."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
@@ -36,7 +36,7 @@ class RepeatedFeed(Feed):
 
 
 @final
-class OneTimeFeed(Feed):
+class OneTimeFeed(StreamFeed):
     """A generator or another iterator: one epoch, which may be left and taken up again."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
@@ -61,7 +61,7 @@ class OneTimeFeed(Feed):
 
 
 @final
-class MadeFeed(Feed):
+class MadeFeed(StreamFeed):
     """A function that makes the batches of each epoch."""
 
     def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
@@ -81,7 +81,7 @@ class MadeFeed(Feed):
 
 
 @final
-class FunctionFeed(Feed):
+class FunctionFeed(StreamFeed):
     """What `distribute_from_function` was given: made once if it can be iterated again, else for each epoch."""
 
     def __init__(self, make: Callable[[InputContext], Iterable[Any]], context: InputContext) -> None:
@@ -122,7 +122,7 @@ class DistributedStream:
         per_replica: Whether they are per-replica batches, one for each replica, and not global ones to be cut.
     """
 
-    def __init__(self, feed: Feed, host: Host, evenness: Evenness, *, per_replica: bool = False) -> None:
+    def __init__(self, feed: StreamFeed, host: InputHost, evenness: Evenness, *, per_replica: bool = False) -> None:
         self._feed = feed
         self._host = host
         self._evenness = evenness

@@ -26,10 +26,10 @@ from stratagem.errors import ClusterError, ClusterSpecError, ProtocolError, Stra
 from stratagem.parameters.network import bodies, encryption, frames, zmq_sockets
 from stratagem.parameters.network.bodies import Body
 from stratagem.parameters.network.encryption import Handshake
-from stratagem.parameters.network.frames import Greeting, Kind
+from stratagem.parameters.network.frames import FrameKind, Greeting
 from stratagem.parameters.network.same_host_memory import SHARED, Nearby
-from stratagem.parameters.network.server.client_record import Session
-from stratagem.parameters.network.server.client_requests import Request, chief_of, number_of
+from stratagem.parameters.network.server.client_record import ClientRecord
+from stratagem.parameters.network.server.client_requests import ClientRequest, chief_of, number_of
 from stratagem.parameters.network.server.executor import Desk
 from stratagem.parameters.network.zmq_password import Door
 
@@ -94,9 +94,9 @@ class ParameterServer:
         self._router: zmq.Socket[bytes] | None = None
         self._bell = zmq_sockets.Bell()
         self._strangers: OrderedDict[bytes, tuple[Handshake, float]] = OrderedDict()
-        self._sessions: dict[bytes, Session] = {}
-        self._fenced: OrderedDict[bytes, Session] = OrderedDict()
-        self._answers: deque[tuple[Session, Kind, Body, int, Sequence[torch.Tensor]]] = deque()
+        self._sessions: dict[bytes, ClientRecord] = {}
+        self._fenced: OrderedDict[bytes, ClientRecord] = OrderedDict()
+        self._answers: deque[tuple[ClientRecord, FrameKind, Body, int, Sequence[torch.Tensor]]] = deque()
         self._told = threading.Event()
         self._serving = threading.Lock()  # held by the thread that uses the sockets
         self._is_chief_done = False
@@ -155,7 +155,7 @@ class ParameterServer:
                 next_beat = now + heartbeat_s
                 for session in list(self._sessions.values()):
                     if not session.has_frames:  # which are a sign of life, too
-                        self._answer(session, Kind.BEAT, {}, 0, ())
+                        self._answer(session, FrameKind.BEAT, {}, 0, ())
             if now >= next_look:
                 next_look = now + heartbeat_s / 4
                 self._look()
@@ -221,7 +221,7 @@ class ParameterServer:
                 self._greet(router, identity, frame)
             return
         header = session.parse(frame)
-        if header.kind == Kind.DATA:
+        if header.kind == FrameKind.DATA:
             session.take(frame, header)
         else:
             self._hear(session, header.kind, session.body(frame, header), header.request)
@@ -232,7 +232,7 @@ class ParameterServer:
             session.is_busy = True
             answer = functools.partial(self._answer_later, session, request)
             nearby = session.nearby if body.get("is_shared") else None
-            self._desk.put(Request(number_of(session.name), kind, body, tensors, answer, nearby))
+            self._desk.put(ClientRequest(number_of(session.name), kind, body, tensors, answer, nearby))
 
     def _greet(self, router: "zmq.Socket[bytes]", identity: bytes, frame: memoryview) -> None:
         """The handshake, with somebody who may be anybody."""
@@ -250,13 +250,13 @@ class ParameterServer:
             raise ProtocolError("a stranger has another token")
         if len(self._sessions) >= _MOST_SESSIONS:
             raise ProtocolError(f"{_MOST_SESSIONS} clients are here already")
-        self._sessions[identity] = Session(identity, handshake, Pulse(*self._rhythm))
+        self._sessions[identity] = ClientRecord(identity, handshake, Pulse(*self._rhythm))
         _try_send(router, identity, frames.greeting(Greeting.WELCOME, handshake.welcome))
 
-    def _hear(self, session: Session, kind: Kind, body: Body, request: int) -> None:
-        if kind == Kind.BEAT:
+    def _hear(self, session: ClientRecord, kind: FrameKind, body: Body, request: int) -> None:
+        if kind == FrameKind.BEAT:
             return
-        if kind == Kind.LEAVE:
+        if kind == FrameKind.LEAVE:
             self._drop(session, "", is_done=body["is_done"])
             self._absent.discard(session.name)
             if body["is_done"] and session.name == chief_of(self.spec):
@@ -264,21 +264,21 @@ class ParameterServer:
             return
         if session.is_busy:
             raise ProtocolError("a request came before the last one was answered")
-        if kind == Kind.ATTACH:
+        if kind == FrameKind.ATTACH:
             other = Introduction.from_body(body)
             why, twin = self._why_not(other), self._twin(session, other)
             if why or twin:
                 said = {"why": bodies.shortened(why or twin), "retry": not why}
-                self._answer(session, Kind.FAILED, said, request, ())
+                self._answer(session, FrameKind.FAILED, said, request, ())
                 return
             self._absent.add(body["task"])
             session.name, session.place = body["task"], f"pid {body['pid']} on {body['machine']}"
         elif not session.name:
             raise ProtocolError("a request came before an introduction")
-        if kind == Kind.SHARE:
+        if kind == FrameKind.SHARE:
             session.nearby = Nearby.found(body, self._desk.all_pieces())
             said = bodies.done(verdict=SHARED if session.nearby is not None else "")
-            self._answer(session, Kind.DONE, said, request, ())
+            self._answer(session, FrameKind.DONE, said, request, ())
             return
         if body.get("is_shared") and session.nearby is None:
             raise ProtocolError("a push says that its gradients are in shared memory, and there is none")
@@ -298,7 +298,7 @@ class ParameterServer:
             return f"{other.task} is no task that trains"
         return ""
 
-    def _twin(self, session: Session, other: Introduction) -> str:
+    def _twin(self, session: ClientRecord, other: Introduction) -> str:
         """Says that a task of this name is here already; a new life of it may come when the old one is lost."""
         for each in self._sessions.values():
             if each is not session and each.name == other.task:
@@ -308,14 +308,16 @@ class ParameterServer:
     # What goes
 
     def _answer_later(
-        self, session: Session, request: int, kind: Kind, body: Body, tensors: Sequence[torch.Tensor]
+        self, session: ClientRecord, request: int, kind: FrameKind, body: Body, tensors: Sequence[torch.Tensor]
     ) -> None:
         """Sends an answer; from the thread of the desk."""
         self._answers.append((session, kind, body, request, tensors))
         self._bell.ring()
 
-    def _answer(self, session: Session, kind: Kind, body: Body, request: int, tensors: Sequence[torch.Tensor]) -> None:
-        if kind != Kind.BEAT:
+    def _answer(
+        self, session: ClientRecord, kind: FrameKind, body: Body, request: int, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        if kind != FrameKind.BEAT:
             session.is_busy = False
         if not session.is_fenced:
             try:
@@ -356,7 +358,7 @@ class ParameterServer:
 
     # Who is out
 
-    def _drop(self, session: Session, why: str, *, is_done: bool = False) -> None:
+    def _drop(self, session: ClientRecord, why: str, *, is_done: bool = False) -> None:
         """Ends a session; what it still sends is not taken."""
         if self._sessions.pop(session.identity, None) is None:
             return
@@ -370,10 +372,10 @@ class ParameterServer:
             if len(self._fenced) > _MOST_FENCED:
                 self._fenced.popitem(last=False)
 
-    def _tell_fenced(self, router: "zmq.Socket[bytes]", session: Session) -> None:
+    def _tell_fenced(self, router: "zmq.Socket[bytes]", session: ClientRecord) -> None:
         del self._fenced[session.identity]
         session.send(
-            Kind.FENCED, {"why": bodies.shortened(f"{self.task.name} had declared it lost: {session.why_fenced}")}
+            FrameKind.FENCED, {"why": bodies.shortened(f"{self.task.name} had declared it lost: {session.why_fenced}")}
         )
         while (sealed := session.next_frame()) is not None:  # what was sealed before must go before
             _try_send(router, session.identity, sealed)

@@ -16,10 +16,10 @@ import pytest
 from stratagem import _env
 from stratagem.cluster.launch import task_processes as crew_module
 from stratagem.cluster.launch.agent import Patience
-from stratagem.cluster.launch.local_launcher import LocalLauncher, Outcome
+from stratagem.cluster.launch.local_launcher import LaunchOutcome, LocalLauncher
 from stratagem.cluster.launch.output import ALL, Screen
 from stratagem.cluster.launch.plan import Order, make_plan
-from stratagem.cluster.launch.user_program import Program
+from stratagem.cluster.launch.user_program import UserProgram
 from stratagem.cluster.resolvers.tf_config import TFConfigResolver
 from stratagem.devices.inventory import Inventory
 from stratagem.errors import LaunchError
@@ -58,10 +58,10 @@ class Launch:
         patience: Patience | None = None,
         log_dir: Path | None = None,
         **order: object,
-    ) -> Outcome:
+    ) -> LaunchOutcome:
         file = self.folder / "program.py"
         file.write_text(PRELUDE + program)
-        plan = make_plan(Order(Program(str(file), arguments), **order), Inventory())  # type: ignore[arg-type]
+        plan = make_plan(Order(UserProgram(str(file), arguments), **order), Inventory())  # type: ignore[arg-type]
         screen = Screen(self.out, self.err, None if show is None else frozenset(show))
         return LocalLauncher(screen, say=self.said.append, log_dir=log_dir, patience=patience).launch(plan)
 

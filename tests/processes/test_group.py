@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stratagem.errors import ReplicaDiedError
-from stratagem.processes.group import ChildGroup, Member, PendingCall
+from stratagem.processes.group import ChildGroup, GroupMember, PendingCall
 from stratagem.processes.losses import SLICE_S, Losses, Replace
 from stratagem.processes.registry import Registry
 
@@ -83,8 +83,8 @@ def test_group_does_not_keep_calls_that_are_answered(fork_server: None) -> None:
 
 
 def test_lost_member_is_replaced_and_its_calls_are_handed_back(fork_server: None, tmp_path: Path) -> None:
-    started: list[Member] = []
-    lost: list[tuple[Member, list[PendingCall], str]] = []
+    started: list[GroupMember] = []
+    lost: list[tuple[GroupMember, list[PendingCall], str]] = []
     with group_of(
         [0, 1],
         noun="worker",
@@ -111,7 +111,7 @@ def test_lost_member_is_replaced_and_its_calls_are_handed_back(fork_server: None
             wait_until(group, lambda: len(started) == 4)
 
 
-def submit_to(group: ChildGroup, member: Member) -> bool:
+def submit_to(group: ChildGroup, member: GroupMember) -> bool:
     """Whether a member takes a call; one that was lost does not, and nobody waits for it."""
     call = PendingCall()
     is_taken = group.submit(member, group.pack(os.getpid, ()), call)

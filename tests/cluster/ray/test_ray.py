@@ -56,7 +56,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
 ]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 80 * 2**20}
 # How soon Ray declares a node dead whose processes are gone.
 SOON = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 2}
@@ -448,11 +448,11 @@ def test_a_cluster_that_asks_for_no_token_is_warned_of() -> None:
 
 def test_run_with_ray_refuses_what_cannot_be(tmp_path: Path) -> None:
     from stratagem.cluster.launch.plan import Machine, Order
-    from stratagem.cluster.launch.user_program import Program
+    from stratagem.cluster.launch.user_program import UserProgram
     from stratagem.cluster.ray.ray_launcher import RayOrder, make_ray_plan
 
     (tmp_path / "train.py").touch()
-    program = Program(str(tmp_path / "train.py"))
+    program = UserProgram(str(tmp_path / "train.py"))
     with pytest.raises(LaunchError, match="--cpus-per-worker must be a number from 0 up, got -1"):
         RayOrder(cpus_per_worker=-1)
     with pytest.raises(LaunchError, match="--nnodes is for machines that are started one by one"):

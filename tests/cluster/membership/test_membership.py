@@ -21,9 +21,9 @@ from stratagem.cluster import Membership, channel
 from stratagem.cluster import token as tokens
 from stratagem.cluster.membership.compatibility import Introduction
 from stratagem.cluster.membership.keeper import Keeper
-from stratagem.cluster.membership.member_messages import Kind
+from stratagem.cluster.membership.member_messages import MessageKind
 from stratagem.cluster.membership.members import Pulse
-from stratagem.cluster.membership.shared_values import Request
+from stratagem.cluster.membership.shared_values import ValueRequest
 from stratagem.errors import ClusterError, ClusterJoinError, ClusterSpecError, ClusterTimeoutError, HandshakeError
 from tests.cluster.tasks import PATIENCE_S, TaskProcess, begin, free_ports, listening_at, send_begin, started, workers
 from tests.cluster.test_channel import holder
@@ -356,7 +356,7 @@ def test_what_a_lost_task_says_is_refused() -> None:
     spec = sg.ClusterSpec(cluster)
     who = Introduction.of_this_process(spec.task("worker", 1), spec, ["worker"], None)
 
-    async def until(peer: channel.Channel, wanted: Kind) -> dict[str, Any]:
+    async def until(peer: channel.Channel, wanted: MessageKind) -> dict[str, Any]:
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 kind, body = await peer.receive()
@@ -366,20 +366,23 @@ def test_what_a_lost_task_says_is_refused() -> None:
     async def connect() -> channel.Channel:
         port = int(cluster["worker"][0].rpartition(":")[2])
         peer = await channel.connect("127.0.0.1", port, tokens.load())
-        peer.send(Kind.JOIN, who.to_body())
+        peer.send(MessageKind.JOIN, who.to_body())
         return peer
 
     async def live_on() -> None:
         """Gives no sign of life until it is declared lost, then acts as if nothing had been."""
         peer = await connect()
-        await until(peer, Kind.READY)
-        first = await until(peer, Kind.FENCED)
+        await until(peer, MessageKind.READY)
+        first = await until(peer, MessageKind.FENCED)
         assert first["why"].startswith("no sign of life for")
-        for kind, body in ((Kind.REQUEST, Request("set", ("late",), (b"",)).to_body(1)), (Kind.LEAVE, {})):
+        for kind, body in (
+            (MessageKind.REQUEST, ValueRequest("set", ("late",), (b"",)).to_body(1)),
+            (MessageKind.LEAVE, {}),
+        ):
             peer.send(kind, body)
-            assert await until(peer, Kind.FENCED) == first
+            assert await until(peer, MessageKind.FENCED) == first
         again = await connect()
-        refusal = await until(again, Kind.REFUSED)
+        refusal = await until(again, MessageKind.REFUSED)
         assert refusal == {"why": f"it was declared lost: {first['why']}", "retry": False}
         for each in (peer, again):
             each.abort()

@@ -20,7 +20,7 @@ from stratagem import _env
 from stratagem.cluster import token as tokens
 from stratagem.cluster.channel import connect
 from stratagem.cluster.io_thread import IoThread
-from stratagem.cluster.membership.member_messages import Kind
+from stratagem.cluster.membership.member_messages import MessageKind
 from stratagem.errors import (
     ClusterSpecError,
     DeviceNotFoundError,
@@ -31,13 +31,13 @@ from stratagem.errors import (
 )
 from stratagem.graphs.sessions import sent_parts
 from stratagem.graphs.sessions.allowed_operations import NAMES
-from stratagem.graphs.sessions.node_devices import Place
+from stratagem.graphs.sessions.node_devices import NodePlace
 from stratagem.graphs.sessions.partition import make_plan
 from tests.cluster import nursery
 from tests.cluster.tasks import TaskProcess, started, workers
 from tests.travelling import TRAVELLING
 
-HERE = Place("worker", 0, "CPU", 0)
+HERE = NodePlace("worker", 0, "CPU", 0)
 OPENING = {"soft": None, "growth": None, "fraction": None}
 WRITING = {"variable": 1, "name": "w", "device": "/device:CPU:0", "value": {"dtype": "float32", "shape": [2]}}
 
@@ -540,11 +540,11 @@ def test_call_that_breaks_a_rule_ends_the_connection_and_nothing_else(server: sg
         port = int(server.target.rpartition(":")[2])
         channel = await connect("127.0.0.1", port, server.token)
         then = body.get("then")
-        channel.send(Kind.CALL, {"id": 0, **{name: value for name, value in body.items() if name != "then"}})
+        channel.send(MessageKind.CALL, {"id": 0, **{name: value for name, value in body.items() if name != "then"}})
         try:
             if then is not None:
                 assert (await channel.receive())[1]["error"] == ""
-                channel.send(Kind.CALL, {"id": 1, **then})
+                channel.send(MessageKind.CALL, {"id": 1, **then})
             await channel.receive()
         except Exception as error:
             return type(error).__name__

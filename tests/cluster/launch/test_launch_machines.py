@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from stratagem.cluster import token
-from stratagem.cluster.launch.ctrl_c import Interrupts
+from stratagem.cluster.launch.ctrl_c import CtrlC
 from stratagem.cluster.launch.environment import Offer
 from stratagem.cluster.launch.failures import Failure
-from stratagem.cluster.launch.machines_meeting import Link, linked
+from stratagem.cluster.launch.machines_meeting import MachineLink, linked
 from stratagem.cluster.launch.plan import Machine, Order
 from stratagem.cluster.launch.rendezvous import Meeting
-from stratagem.cluster.launch.user_program import Program
+from stratagem.cluster.launch.user_program import UserProgram
 from stratagem.errors import LaunchError
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def order(endpoint: str, rank: int, *, max_restarts: int = 0, join_timeout_s: float = 20.0, count: int = 2) -> Order:
     machine = Machine(rank, count, endpoint, join_timeout_s=join_timeout_s)
-    return Order(Program("train.py"), num_workers=1, max_restarts=max_restarts, machine=machine)
+    return Order(UserProgram("train.py"), num_workers=1, max_restarts=max_restarts, machine=machine)
 
 
 def together(*actions: Callable[[], object]) -> list[BaseException | None]:
@@ -59,10 +59,10 @@ def together(*actions: Callable[[], object]) -> list[BaseException | None]:
     return raised
 
 
-def meeting_of(orders: Order, link: Link) -> Meeting:
+def meeting_of(orders: Order, link: MachineLink) -> Meeting:
     offer = Offer(f"run {orders.machine.rank}", {"worker": [f"h{orders.machine.rank}:1"]}, "h:9")
     return Meeting(
-        link.store, machine=orders.machine, offer=offer, interrupts=Interrupts(), raise_if_lost=link.raise_if_lost
+        link.store, machine=orders.machine, offer=offer, interrupts=CtrlC(), raise_if_lost=link.raise_if_lost
     )
 
 
@@ -72,7 +72,7 @@ def test_machines_tell_each_other_what_they_bring_and_what_has_failed(endpoint: 
 
     def machine(rank: int) -> None:
         mine = order(endpoint, rank)
-        with linked(mine, Interrupts()) as link:
+        with linked(mine, CtrlC()) as link:
             meeting = meeting_of(mine, link)
             info = meeting.next_rendezvous()
             assert (info.rank, info.world_size) == (rank, 2)
@@ -104,14 +104,14 @@ def test_machine_that_never_comes_is_named(endpoint: str) -> None:
         pytest.raises(
             LaunchError, match=r"machine 1 has not come after 0.3 s; machine 0 is here; .*--join-timeout 0.3"
         ),
-        linked(order(endpoint, 0, join_timeout_s=0.3), Interrupts()),
+        linked(order(endpoint, 0, join_timeout_s=0.3), CtrlC()),
     ):
         pass
 
 
 def test_machines_that_were_started_differently_are_told_so(endpoint: str) -> None:
     def machine(rank: int) -> None:
-        with linked(order(endpoint, rank, max_restarts=rank), Interrupts()):
+        with linked(order(endpoint, rank, max_restarts=rank), CtrlC()):
             pass
 
     for error in together(lambda: machine(0), lambda: machine(1)):
@@ -124,12 +124,12 @@ def test_second_machine_with_one_rank_is_refused(endpoint: str) -> None:
     refused: list[str] = []
 
     def host() -> None:
-        with linked(order(endpoint, 0, count=3), Interrupts()) as link:
+        with linked(order(endpoint, 0, count=3), CtrlC()) as link:
             meeting_of(order(endpoint, 0, count=3), link)
 
     def guest(rank: int) -> None:
         try:
-            with linked(order(endpoint, rank, count=3), Interrupts()):
+            with linked(order(endpoint, rank, count=3), CtrlC()):
                 pass
         except LaunchError as error:
             refused.append(str(error))

@@ -10,7 +10,7 @@ from typing import Final, final
 import torch
 
 from stratagem.errors import ProtocolError
-from stratagem.parameters.network.encryption import Opener
+from stratagem.parameters.network.encryption import FrameOpener
 from stratagem.parameters.network.frames import CHUNK_BYTES, Bytes, Header
 
 _SMALL_BYTES: Final = 64 * 2**10
@@ -67,7 +67,7 @@ class Inflow:
         """Whether all has come."""
         return self._place == len(self._targets)
 
-    def take(self, opener: Opener, frame: Bytes, header: Header) -> None:
+    def take(self, opener: FrameOpener, frame: Bytes, header: Header) -> None:
         """Puts the next bytes of the stream where they belong.
 
         Raises:

@@ -1,6 +1,6 @@
 """Sorts torch's functions by what they mean for placement: which make tensors, change them, view them, or only look.
 
-Pure: from a function to its `Kind`, remembered. What is done about each kind is `eager`'s.
+Pure: from a function to its `FunctionKind`, remembered. What is done about each kind is `eager`'s.
 """
 
 import enum
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-class Kind(enum.Enum):
+class FunctionKind(enum.Enum):
     """What a function does, as far as devices are concerned."""
 
     BLOCK = enum.auto()
@@ -73,19 +73,19 @@ _MAKERS = _words("""
     sparse_csc_tensor sparse_csr_tensor tensor tril_indices triu_indices vander zeros
 """)
 _HOST_MAKERS = frozenset(("as_tensor", "asarray", "from_numpy", "from_file", "frombuffer", "from_dlpack"))
-_KNOWN: dict[Any, Kind] = {
-    torch.Tensor.grad.__get__: Kind.READ_GRADIENT,  # type: ignore[union-attr]
-    torch.autograd.grad: Kind.GRADIENTS,
-    torch.Tensor.to: Kind.CAST,
-    torch.Tensor.cpu: Kind.TO_HOST,
-    torch.Tensor.cuda: Kind.TO_ACCELERATOR,
-    torch.Tensor.xpu: Kind.TO_ACCELERATOR,
-    torch.Tensor.copy_: Kind.OVERWRITE,
-    torch.nn.functional.unfold: Kind.COMPUTE,  # another one than Tensor.unfold
+_KNOWN: dict[Any, FunctionKind] = {
+    torch.Tensor.grad.__get__: FunctionKind.READ_GRADIENT,  # type: ignore[union-attr]
+    torch.autograd.grad: FunctionKind.GRADIENTS,
+    torch.Tensor.to: FunctionKind.CAST,
+    torch.Tensor.cpu: FunctionKind.TO_HOST,
+    torch.Tensor.cuda: FunctionKind.TO_ACCELERATOR,
+    torch.Tensor.xpu: FunctionKind.TO_ACCELERATOR,
+    torch.Tensor.copy_: FunctionKind.OVERWRITE,
+    torch.nn.functional.unfold: FunctionKind.COMPUTE,  # another one than Tensor.unfold
 }
 
 
-def kind_of(function: Callable[..., Any]) -> Kind:
+def kind_of(function: Callable[..., Any]) -> FunctionKind:
     """The kind of one of torch's functions."""
     kind = _KNOWN.get(function)
     if kind is None:
@@ -111,27 +111,27 @@ _STATISTICS: dict[Any, slice] = {
 }
 
 
-def _sort(function: Callable[..., Any]) -> Kind:
+def _sort(function: Callable[..., Any]) -> FunctionKind:
     name = getattr(function, "__name__", "")
     if name.startswith("_record_function"):
-        return Kind.BLOCK
+        return FunctionKind.BLOCK
     if name == "backward":
-        return Kind.BACKWARD  # as strategies wrap it, whichever came first
+        return FunctionKind.BACKWARD  # as strategies wrap it, whichever came first
     if isinstance(function, type) or name == "__get__" or name in _LOOKS or name.startswith(("is_", "sym_")):
-        return Kind.LOOK
+        return FunctionKind.LOOK
     if name.startswith(("_foreach_", "_fused_")):
-        return Kind.EACH
+        return FunctionKind.EACH
     if name in _VIEWS:
-        return Kind.VIEW
+        return FunctionKind.VIEW
     if name in _HOST_MAKERS:
-        return Kind.MAKE_ON_HOST
+        return FunctionKind.MAKE_ON_HOST
     if name in _MAKERS:
-        return Kind.MAKE
+        return FunctionKind.MAKE
     if name.endswith("_like") or name.startswith("new_"):
-        return Kind.MAKE_LIKE
+        return FunctionKind.MAKE_LIKE
     if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or _is_in_place_operator(name):
-        return Kind.CHANGE
-    return Kind.COMPUTE
+        return FunctionKind.CHANGE
+    return FunctionKind.COMPUTE
 
 
 def _is_in_place_operator(name: str) -> bool:
