@@ -50,7 +50,9 @@ bench: $(READY)  ## Measure; tables on the screen, figures in benchmarks/results
 	@$(RUN)/python -m benchmarks.memory_limit
 	@$(RUN)/python -m benchmarks.all_reduce
 	@$(RUN)/python -m benchmarks.training
+	@$(RUN)/python -m benchmarks.training --models stack10,stack100,stack500 --replicas 2
 	@$(RUN)/python -m benchmarks.cluster
+	@$(RUN)/python -m benchmarks.local_sgd
 	@$(RUN)/python -m benchmarks.estimator
 	@$(RUN)/python -m benchmarks.keras_fit
 	@$(RUN)/python -m benchmarks.parameter_server

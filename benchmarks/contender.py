@@ -19,6 +19,7 @@ from benchmarks.processes import descendants, pss_mb
 
 NUM_WARM_UP = 3
 PREFIX = "FIGURES "
+SYNC_EVERY = 10  # steps between two synchronisations of local SGD
 
 Figures = dict[str, Any]
 
@@ -112,6 +113,21 @@ def workers(workload: Workload, _: int) -> Figures:
 
     with sg.MultiWorkerMirroredStrategy() as strategy:
         figures = measure(_distributed_step(strategy, workload), workload.num_steps)
+        if strategy.is_chief:
+            figures |= memory(os.getppid())  # the launcher
+        strategy.is_any(False)  # the others stay for as long as their memory is counted
+        return figures if strategy.is_chief else {}
+
+
+def local_sgd(workload: Workload, _: int) -> Figures:
+    """LocalSGDStrategy, in each of the workers that `stratagem run` has started."""
+    import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
+
+    with sg.LocalSGDStrategy(SYNC_EVERY) as strategy:
+        # A whole number of synchronisations: each step costs its share of one.
+        num_steps = -(-workload.num_steps // SYNC_EVERY) * SYNC_EVERY
+        figures = measure(_distributed_step(strategy, workload), num_steps)
+        figures["seconds"] = [statistics.fmean(figures["seconds"])]
         if strategy.is_chief:
             figures |= memory(os.getppid())  # the launcher
         strategy.is_any(False)  # the others stay for as long as their memory is counted
@@ -225,6 +241,7 @@ CONTENDERS: dict[str, Callable[[Workload, int], Figures]] = {
     "stratagem": stratagem,
     "central": central,
     "workers": workers,
+    "local_sgd": local_sgd,
     "hogwild": hogwild,
 }
 

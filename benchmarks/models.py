@@ -1,4 +1,7 @@
-"""The four models that training speed is measured with, and one fixed global batch for each."""
+"""The models that training speed is measured with, and one fixed global batch for each.
+
+Four have few, large tensors; stacks of small layers have many small ones, as most networks do.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -55,9 +58,17 @@ def _wide() -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
+def _stack(num_layers: int) -> Workload:
+    def make_model() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers)))
+
+    return Workload(make_model, lambda: (torch.randn(16, 8), torch.randint(8, (16,))), 60)
+
+
 WORKLOADS = {
     "mlp": Workload(_mlp, lambda: (torch.randn(256, 784), torch.randint(10, (256,))), 40),
     "cnn": Workload(_cnn, lambda: (torch.randn(256, 1, 28, 28), torch.randint(10, (256,))), 10),
     "transformer": Workload(Transformer, lambda: (torch.randint(1000, (16, 64)), torch.randint(1000, (16, 64))), 8),
     "wide": Workload(_wide, lambda: (torch.randn(8, 4000), torch.randint(4000, (8,))), 4),
+    **{f"stack{num_layers}": _stack(num_layers) for num_layers in (10, 100, 500)},
 }

@@ -56,7 +56,7 @@ class Program:
         launcher = []
         if self.contender == "ddp":
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_replicas}"]
-        if self.contender == "workers":
+        if self.contender in ("workers", "local_sgd"):
             devices = f"cpu:{self.num_replicas // NUM_WORKERS}"
             launcher = ["-m", "stratagem", "run", "--workers", str(NUM_WORKERS), "--devices", devices]
         replicas = ["--replicas", str(self.num_replicas)]

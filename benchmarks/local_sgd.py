@@ -1,0 +1,113 @@
+"""Compares local SGD with summed gradients: speed and bytes between two workers, and the loss after the same samples.
+
+Speed and bytes are those of two workers on loopback; what crosses it is counted by the kernel. The loss is that of the
+digits, with as many samples for everyone.
+"""
+
+import argparse
+import signal
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import stratagem as sg
+from benchmarks.contender import SYNC_EVERY
+from benchmarks.tables import show
+from benchmarks.training import Program, speed
+
+_DIGITS = Path(__file__).parents[1] / "examples" / "data" / "digits.npz"
+
+
+def loopback_bytes() -> int:
+    """What this machine has sent to itself over the network so far."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    fields = next(line.split() for line in lines if line.strip().startswith("lo:"))
+    return int(fields[9])
+
+
+def measure(model: str, rounds: int) -> list[tuple[str, ...]]:
+    """Two workers with one replica each: examples per second, and megabytes on loopback in a whole run."""
+    programs = {name: Program(name, 2) for name in ("workers", "local_sgd")}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
+    for number in range(rounds):
+        names = list(programs) if number % 2 == 0 else list(reversed(programs))
+        for name in names:
+            before = loopback_bytes()
+            figures = programs[name].measure(model)
+            found[name].append((speed(figures), float(loopback_bytes() - before)))
+    rows = []
+    for name, values in found.items():
+        rates, sent = [value[0] for value in values], [value[1] for value in values]
+        ratios = [own[0] / other[0] for own, other in zip(values, found["workers"], strict=True)]
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
+        rows.append((name, f"{statistics.median(rates):.2f}", spread, f"{statistics.median(sent) / 1e6:.0f}"))
+    return rows
+
+
+def digits() -> tuple[torch.Tensor, torch.Tensor]:
+    """The digits that the examples train on."""
+    with np.load(_DIGITS) as data:
+        images = torch.as_tensor(data["images"], dtype=torch.float32).flatten(1)
+        return images / images.max(), torch.as_tensor(data["labels"], dtype=torch.int64)
+
+
+def final_loss(strategy: sg.Strategy, epochs: int) -> float:
+    """The loss over all digits after some epochs."""
+    inputs, labels = digits()
+    torch.manual_seed(0)
+    with strategy, strategy.scope():
+        model = torch.nn.Sequential(torch.nn.Linear(inputs.shape[1], 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(batch: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(batch), targets)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        for _ in range(epochs):
+            for batch in strategy.distribute((inputs, labels), global_batch_size=64, shuffle=True):
+                strategy.run(step, args=batch)
+        strategy.synchronize()
+        with torch.no_grad():
+            return float(torch.nn.functional.cross_entropy(model(inputs), labels))
+
+
+def diloco(parameters: Any) -> torch.optim.Optimizer:
+    """The outer optimizer of DiLoCo."""
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def compare_losses(epochs: int) -> list[tuple[str, str]]:
+    """The loss after the same samples, by strategy."""
+    sg.config.set_logical_device_configuration("cpu:0", [sg.config.LogicalDeviceConfiguration()] * 2)
+    strategies: dict[str, Callable[[], sg.Strategy]] = {
+        "MirroredStrategy": sg.MirroredStrategy,
+        f"LocalSGDStrategy({SYNC_EVERY})": lambda: sg.LocalSGDStrategy(SYNC_EVERY),
+        f"LocalSGDStrategy({SYNC_EVERY}, DiLoCo)": lambda: sg.LocalSGDStrategy(SYNC_EVERY, diloco),
+    }
+    return [(name, f"{final_loss(make(), epochs):.4f}") for name, make in strategies.items()]
+
+
+def main() -> None:
+    """Measures and prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="wide")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=5)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that no run is left behind
+    columns = ("program", "examples/s", "of summed gradients", "MB on loopback in all")
+    show(f"2 workers of 1, {options.model}", columns, measure(options.model, options.rounds))
+    title = f"loss on the digits after {options.epochs} epochs, 2 replicas"
+    show(title, ("strategy", "loss"), compare_losses(options.epochs))
+
+
+if __name__ == "__main__":
+    main()
