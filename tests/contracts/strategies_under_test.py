@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,12 @@ def alone(make: Callable[[], sg.Strategy]) -> MakeStrategy:
     return lambda request, folder: make()
 
 
-def workers(num_replicas: int, cross_device_ops: str = "auto") -> MakeStrategy:
+def local_sgd(devices: list[str], **options: Any) -> sg.Strategy:
+    """Local SGD that agrees after every step, which is where it can equal one device."""
+    return sg.LocalSGDStrategy(1, devices=devices, **options)
+
+
+def workers(num_replicas: int, strategy: Callable[..., sg.Strategy] = sg.MultiWorkerMirroredStrategy) -> MakeStrategy:
     """This program as the first of two workers with so many replicas each."""
 
     @contextlib.contextmanager
@@ -53,10 +59,9 @@ def workers(num_replicas: int, cross_device_ops: str = "auto") -> MakeStrategy:
             patch.setattr(joining_machines, "Membership", patient)
             devices = [f"cpu:{index * num_replicas + number}" for number in range(num_replicas)]
             yield stack.enter_context(
-                sg.MultiWorkerMirroredStrategy(
+                strategy(
                     devices,
                     cluster_resolver=SimpleResolver(cluster, task_type="worker", task_id=index),
-                    cross_device_ops=cross_device_ops,
                     worker_timeout_s=_PATIENCE_S,
                     join_timeout_s=_PATIENCE_S,
                 )
@@ -73,19 +78,20 @@ ROWS: dict[str, MakeStrategy] = {
     "mirrored 2 torch": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops="torch")),
     "mirrored 2 to one": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops="to_one")),
     "central storage 3": alone(lambda: sg.CentralStorageStrategy(["cpu:0", "cpu:1", "cpu:2"])),
-    "local sgd 2": alone(lambda: sg.LocalSGDStrategy(1, devices=["cpu:0", "cpu:1"])),
+    "local sgd 2": alone(lambda: local_sgd(["cpu:0", "cpu:1"])),
     "parameter server 2": alone(lambda: sg.ParameterServerStrategy(2, consistency=sg.Synchronous())),
     "2 workers of 1": workers(1),
     "2 workers of 2": workers(2),
+    "local sgd, 2 workers of 1": workers(1, local_sgd),
 }
 # One row of each kind, for suites on top of what the whole suite of strategies has shown.
 FEWER_ROWS = ("one device", "mirrored 2", "central storage 3", "local sgd 2", "2 workers of 2")
 # Every replica has variables of its own.
-PRIVATE = ("mirrored 2 torch", "mirrored 2 to one")
+PRIVATE = ("mirrored 2 torch", "mirrored 2 to one", "local sgd 2", "local sgd, 2 workers of 1")
 # Every replica trains alone and agrees on weights after each step: equal while updates are linear in their gradients.
-LOCAL = ("local sgd 2",)
+LOCAL = ("local sgd 2", "local sgd, 2 workers of 1")
 # A run that fails in one worker ends the strategy in all.
-WORKERS = ("2 workers of 1", "2 workers of 2")
+WORKERS = ("2 workers of 1", "2 workers of 2", "local sgd, 2 workers of 1")
 
 
 @contextlib.contextmanager

@@ -448,6 +448,51 @@ def test_update_by_hand_equals_one_device(strategy: sg.Strategy) -> None:
     assert_equal_to_one_device(strategy, build)
 
 
+class Layouts(nn.Module):
+    """Parameters whose memory is not row by row, and gradients that come in other layouts than their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.transposed = nn.Parameter(torch.randn(5, 6, generator=generator).t())
+        self.permuted = nn.Parameter(torch.randn(2, 3, 5, generator=generator).permute(2, 0, 1))
+        self.convolution = nn.Conv2d(1, 3, 2, bias=False).to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            self.convolution.weight.copy_(torch.randn(3, 1, 2, 2, generator=generator))
+        self.shift = nn.Parameter(torch.zeros(3, 4))  # its gradient is one number, expanded
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.einsum("ni,ij,jkl->nl", inputs, self.transposed, self.permuted)
+        images = inputs.view(-1, 1, 2, 3).to(memory_format=torch.channels_last)
+        return hidden + self.convolution(images).sum(dim=(2, 3)) + self.shift.sum()
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam"])
+def test_every_layout_of_memory_equals_one_device(strategy: sg.Strategy, name: str) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        model = Layouts()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        built.append(optimizer)
+        return model, plain_step(model, optimizer)
+
+    built: list[torch.optim.Optimizer] = []
+    assert_equal_to_one_device(strategy, build, tolerance=2e-5)
+    theirs, ours = (each.state_dict()["state"] for each in built)
+    for number, state in theirs.items():
+        for key, value in state.items():
+            torch.testing.assert_close(ours[number][key], value, atol=2e-5, rtol=2e-5)
+    # State in another layout than the parameters, as a file may have it.
+    loaded = built[1].state_dict()
+    for state in loaded["state"].values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 1:
+                state[key] = value.transpose(0, 1).contiguous().transpose(0, 1)
+    built[1].load_state_dict(loaded)
+    for number, state in built[1].state_dict()["state"].items():
+        for key, value in state.items():
+            torch.testing.assert_close(value, loaded["state"][number][key])
+
+
 def test_two_dtypes_and_channels_last_equal_one_device(strategy: sg.Strategy) -> None:
     def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
         torch.manual_seed(4)

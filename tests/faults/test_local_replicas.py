@@ -26,8 +26,10 @@ from stratagem.errors import (
     StratagemWarning,
     StrategyError,
 )
+from stratagem.processes import losses
 from stratagem.processes.group import ChildGroup
 from stratagem.processes.registry import Registry
+from stratagem.variables.slices import SplitUpdate
 from tests.cluster import nursery
 from tests.fakes import fake_host
 from tests.faults.watching import is_gone, pids, train, weights
@@ -90,9 +92,25 @@ def test_replica_killed_inside_the_exchange_changes_nothing(strategy: sg.Mirrore
 
         WindowExchange._show = half  # type: ignore[method-assign]
 
-    with pytest.raises(ReplicaDiedError, match=r"replica 1 .* was killed by SIGKILL"):
+    with pytest.raises(ReplicaDiedError, match=r"replica 1 .* was killed by SIGKILL") as caught:
         strategy.run(step, args=(torch.ones(3, 4), die_in_exchange))
+    assert losses.TORN not in getattr(caught.value, "__notes__", ())
     assert all(map(torch.equal, weights(model), before))
+
+
+def test_replica_killed_in_an_update_says_that_parameters_may_be_of_two_steps(strategy: sg.MirroredStrategy) -> None:
+    _, step = build(strategy)
+    train(strategy, step, 2)
+
+    def die_in_update(replica: int) -> None:
+        if replica == 1:
+            SplitUpdate._update = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+
+    with pytest.raises(ReplicaDiedError, match=r"replica 1 .* was killed by SIGKILL") as caught:
+        strategy.run(step, args=(torch.ones(3, 4), die_in_update))
+    assert losses.TORN in caught.value.__notes__
+    with pytest.raises(StrategyError, match="was closed at"):
+        strategy.run(os.getpid)
 
 
 def test_crashed_replica_is_named_with_its_signal(strategy: sg.MirroredStrategy) -> None:

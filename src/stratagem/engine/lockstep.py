@@ -30,7 +30,8 @@ from stratagem.engine.stragglers import Stragglers
 from stratagem.errors import ReplicaError
 from stratagem.objects import per_replica
 from stratagem.objects.functions import FunctionCache
-from stratagem.processes.affinity import seated
+from stratagem.processes import losses
+from stratagem.processes.affinity import pinned
 from stratagem.processes.allocator import freed_memory_kept
 from stratagem.processes.group import ChildGroup, GroupMember, PendingCall
 from stratagem.processes.interrupts import Interrupts
@@ -328,17 +329,24 @@ class LocalReplicas(Driver):
         kwargs: dict[str, Any],
     ) -> tuple[BaseException | None, Any]:
         try:
-            seat = seated(self._devices[0]) if len(self._devices) > 1 else contextlib.nullcontext()
-            with interrupts.allowed(), seat, self._random_numbers.of_replica(call.seed):
+            pinning = pinned(self._devices[0]) if len(self._devices) > 1 else contextlib.nullcontext()
+            with interrupts.allowed(), pinning, self._random_numbers.of_replica(call.seed):
                 return None, own.run(call, function, per_replica.select(args, 0), per_replica.select(kwargs, 0))
         except PeerAborted:
             return None, None
         except Fatal as fatal:
+            self._note_torn(own, fatal.error)
             self.end(fatal.error)
             raise fatal.error from None
         except BaseException as error:
+            self._note_torn(own, error)
             self._abort(own)  # also if it came before the function began
             return error, None
+
+    def _note_torn(self, own: Replica, error: BaseException) -> None:
+        """Says so where a call ended in the middle of an update; else all have the state of the last whole step."""
+        if own.is_between_steps:
+            error.add_note(losses.TORN)
 
     def _abort(self, own: Replica) -> None:
         """Ends the waits of all replicas in a run that has failed."""

@@ -41,6 +41,7 @@ from stratagem.variables.slices import SplitUpdate
 # After so many runs with new objects optimizers have made their state; until then freed memory is given back, so
 # that only what a step really needs is kept from then on (`replicas.heap`).
 _NUM_EARLY_RUNS = 2
+_UPDATING_FLAG = 7
 
 
 @final
@@ -247,6 +248,7 @@ class Replica:
     def _one_step(self, step: Step, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """From the batch to the state after the update: load, compute, agree."""
         self._step, self._depth, self._syncing = step, 0, True
+        self.signals.put_flag(_UPDATING_FLAG, 0)
         self.stepped = self.updated = False
         held = buffers.held_by(self.distributed())
         args, kwargs = self._brought(per_replica.load_deferred((args, kwargs)), self.device)
@@ -330,8 +332,16 @@ class Replica:
             Whether to update.
         """
         self.copies.publish_written()
-        yield self.may_update(parameters, checked=checked)
+        may_update = self.may_update(parameters, checked=checked)
+        self.signals.put_flag(_UPDATING_FLAG, int(may_update))
+        yield may_update
         self.signals.barrier()
+        self.signals.put_flag(_UPDATING_FLAG, 0)
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether a call ended while replicas updated parameters, so that some may be of the step and some not."""
+        return any(self.signals.flags(_UPDATING_FLAG))
 
     def take_skipped(self) -> list[tuple[int, str]]:
         """The replicas and parameters whose gradients made this run skip an update."""

@@ -2,7 +2,7 @@
 
 OpenMP's idle threads keep looking for work for milliseconds before they sleep, on cores that the
 other replicas compute on by then, and they stay on the cores on which they were born. So they are
-dismissed when the main program takes its seat and when it leaves; the next loop makes new ones.
+dismissed when the main program is pinned and when it is released; the next loop makes new ones.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _PAUSE_SOFT = 1  # of OpenMP 5: threads end, settings stay
 
 
 @contextlib.contextmanager
-def seated(device: LogicalDevice) -> Iterator[None]:
+def pinned(device: LogicalDevice) -> Iterator[None]:
     """Computes on the cores of a device, with its number of threads."""
     if not device.cores:
         yield

@@ -83,6 +83,12 @@ class Losses:
             )
 
 
+TORN = (
+    "it happened while parameters were being updated: some of them, and of the optimizer's state, may be those after "
+    "this step and the others those before it; load the last checkpoint"
+)
+
+
 class Failed(Protocol):
     """A call that may have failed in a member."""
 

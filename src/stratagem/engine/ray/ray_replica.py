@@ -156,7 +156,7 @@ def read_message(message: Message, resolve: Callable[[Any], Any], *, keeps_class
     return unpack(data, [bytearray(buffer) for buffer in buffers], resolve, keeps_classes=keeps_classes)
 
 
-def sit(kind: str, num_threads: int) -> LogicalDevice:
+def take_device(kind: str, num_threads: int) -> LogicalDevice:
     """Where this process is to compute: the device of a kind that Ray has left visible to it."""
     device = this_process().resolve(f"{kind}:0")
     return dataclasses.replace(device, num_threads=num_threads) if kind == CPU else device

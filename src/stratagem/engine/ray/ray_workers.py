@@ -104,7 +104,7 @@ class RayStart:
 
     def join(self, group: ChildGroup, key: int, recipe: Recipe, devices: Sequence[LogicalDevice]) -> None:
         """Makes the children replicas of the strategy, and lets all find one another."""
-        group.call_all(ray_replica.sit, devices[-1].device_type, self._num_threads)
+        group.call_all(ray_replica.take_device, devices[-1].device_type, self._num_threads)
         found = [devices[0], *group.collect()]
         raise_first(None, group.failures())
         with (
