@@ -163,11 +163,11 @@ def test_numbers_that_do_not_fit_are_refused_when_they_are_fed() -> None:
             (
                 added,
                 {x: two, other: three},
-                r"Add \(made at test_sizes.py:\d+\) cannot be computed for \(2, 3\) float32",
+                r"Add \(made at test_symbolic_sizes.py:\d+\) cannot be computed for \(2, 3\) float32",
             ),
             (pairs, {x: three}, r"Reshape \(made at .*\) cannot be computed for \(3, 3\) float32: shape '\[1, 2, 3\]'"),
             (squeezed, {x: one}, r"Squeeze \(made at .*\) gives \(3,\) for size 0 of 'x' = 1, where \(1, 3\) was"),
-            (normal, {x: one}, r"test_sizes.py:\d+ takes sizes with s0 != 1 only \(s0 is size 0 of 'x'"),
+            (normal, {x: one}, r"test_symbolic_sizes.py:\d+ takes sizes with s0 != 1 only \(s0 is size 0 of 'x'"),
         ):
             with pytest.raises(FeedError, match=message):
                 session.run(fetched, feeds)

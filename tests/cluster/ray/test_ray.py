@@ -63,6 +63,14 @@ SOON = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "he
 PATIENCE_S = 60.0
 
 
+@pytest.fixture(scope="module", autouse=True)
+def sigterm_as_before() -> Iterator[None]:
+    """Ray answers SIGTERM itself once it was started, and goes on to do so: tests after these send it to themselves."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Ray's own sockets come and go while this process is connected to it, and tests add nodes to its cluster."""

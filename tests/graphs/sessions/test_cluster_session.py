@@ -208,7 +208,7 @@ def test_error_of_an_operation_names_it_and_its_task(server: sg.Server) -> None:
     with sg.Session(server.target, graph) as session:
         before = session.run(table)
         with pytest.raises(
-            SessionError, match=r"^Embedding \(.*made at test_session.py:\d+\) failed on /job:local/repl"
+            SessionError, match=r"^Embedding \(.*made at test_cluster_session.py:\d+\) failed on /job:local/repl"
         ):
             session.run(new, {x: [1, 5]})
         assert torch.equal(session.run(table), before)
