@@ -1,11 +1,13 @@
 """What the documents say is real: code runs, paths exist, the tree is the tree."""
 
+import ast
 import doctest
 import importlib
 import pkgutil
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from tests.cluster import nursery
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+RELIABILITY = (ROOT / "docs/reliability.md").read_text()
 MODULES = sorted(module.name for module in pkgutil.walk_packages(stratagem.__path__, "stratagem."))
 MODULES.remove("stratagem.__main__")
 
@@ -80,3 +83,45 @@ def test_makefile_targets_in_documents_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for document in DOCUMENTS:
         assert set(re.findall(r"(?:`|^)make ([a-z-]+)", document.read_text(), re.MULTILINE)) <= targets
+
+
+def test_reliability_names_tests_that_exist() -> None:
+    named = re.findall(r"`(tests/[\w./-]+)::(\w+)`", RELIABILITY)
+    assert len(named) == RELIABILITY.count("::")
+    known = {path: functions_in(ROOT / path) for path in {path for path, _ in named}}
+    assert not [f"{path}::{name}" for path, name in named if name not in known[path]]
+
+
+def functions_in(file: Path) -> set[str]:
+    if not file.exists():
+        return set()
+    return {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_reliability_has_a_row_for_every_mark_in_tests() -> None:
+    used = {mark for file in ROOT.glob("tests/**/*.py") for mark in marks_in(file)}
+    assert used
+    assert used <= reliability_rows().keys()
+
+
+def test_reliability_says_for_every_row_what_holds_it() -> None:
+    for mark, held in reliability_rows().items():
+        assert "::" in held or "no test yet: " in held, mark
+
+
+def reliability_rows() -> dict[str, str]:
+    """What each row has in its last column, by the mark of the row."""
+    rows = re.findall(r"^\| ([FEA]?\d+b?) \|.*\| (.*) \|$", RELIABILITY, re.MULTILINE)
+    assert len(rows) == len(dict(rows)), "a mark stands for one row"
+    return dict(rows)
+
+
+def marks_in(file: Path) -> set[str]:
+    """The marks of reliability.md in the comments and docstrings of a file."""
+    tree = ast.parse(file.read_text())
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef))
+    texts = [ast.get_docstring(node) or "" for node in nodes]
+    with file.open("rb") as lines:
+        texts += [token.string for token in tokenize.tokenize(lines.readline) if token.type == tokenize.COMMENT]
+    without_lint = (re.sub(r"noqa: [\w, ]+", "", text) for text in texts)
+    return {mark for text in without_lint for mark in re.findall(r"\b[FEA]\d+\b", text)}

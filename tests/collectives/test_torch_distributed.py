@@ -1,6 +1,7 @@
 """What only the collective of torch.distributed does; what all do is in tests/contracts."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
