@@ -464,7 +464,7 @@ class Layouts(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = torch.einsum("ni,ij,jkl->nl", inputs, self.transposed, self.permuted)
         images = inputs.view(-1, 1, 2, 3).to(memory_format=torch.channels_last)
-        return hidden + self.convolution(images).sum(dim=(2, 3)) + self.shift.sum()
+        return hidden + self.convolution(images).sum(dim=(2, 3)) + self.shift.sum() * inputs[:, :3]
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam"])
