@@ -79,6 +79,19 @@ def test_architecture_lists_every_file_of_the_source() -> None:
     assert listed == {str(file.relative_to(ROOT)) for file in ROOT.glob("src/**/*.py")}
 
 
+def test_architecture_says_of_every_file_what_the_file_says() -> None:
+    (tree,) = blocks((ROOT / "docs/architecture.md").read_text(), "")
+    folders: dict[int, str] = {}
+    for line in tree.splitlines():
+        name, _, remark = line.strip().partition(" ")
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders[depth] = name.rstrip("/")
+        if name.endswith(".py") and name != "__init__.py":
+            file = ROOT.joinpath(*(folders[each] for each in range(depth + 1)))
+            said = " ".join((ast.get_docstring(ast.parse(file.read_text())) or "").split())
+            assert said.lower().startswith(remark.strip().lower()), f"{file.name}: {remark.strip()!r}"
+
+
 def test_makefile_targets_in_documents_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for document in DOCUMENTS:

@@ -1,15 +1,6 @@
-"""Who takes part: the tasks of a cluster, how they find each other and stay in touch.
+"""Who takes part in a training, and how tasks find each other and stay in touch.
 
-- `spec`, `address`: all tasks, and where each listens
-- `resolver`: finds who has started this process; `tf_config`, `torchrun`, `slurm` with `host_lists`,
-  `kubernetes`, `simple`; `contract`: what all of them do
-- `token`, `channel`, `messages`, `strict_json`: the secret, and messages that only those who have it can send
-- `server`, `listening`, `io_thread`: a task answers at its address, in a thread of its own
-- `membership`: tasks meet, share values and notice who is gone; `keeper` and `follower` are its two sides,
-  `agreement`, `members` and `values` their parts
-- `store`: the values as a store of torch
-- `sessions`, `session_connection`: graphs on the tasks of a cluster; `session_service`: the side of the task. These and
-  `store` load torch, and are not loaded here
+Public as `sg.cluster`: the resolvers, `Membership`, `found`. `docs/architecture.md` has a line for each file.
 """
 
 from stratagem.cluster.membership.members import Member, TaskLost

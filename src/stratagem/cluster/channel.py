@@ -2,7 +2,7 @@
 
 Both sides prove that they know the token before anything is read that has a length or a meaning; then
 every message carries a code over its direction, its number and its bytes, by keys of this connection.
-Nothing is encrypted. What messages say is defined in `messages`.
+Nothing is encrypted. What messages say is defined in `member_messages`.
 """
 
 import asyncio

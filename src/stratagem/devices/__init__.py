@@ -1,13 +1,4 @@
-"""What hardware there is and how it is divided.
-
-- `spec`: device names, every spelling of them
-- `device`: the values that describe physical and logical devices
-- `host`, `accelerators`: read the machine, ask torch
-- `masks`, `simulated`, `division`: `CUDA_VISIBLE_DEVICES`, devices that do not exist, shares
-- `inventory`: the configuration of this process; `lookup`: a device by its name
-- `serving`, `memory`: cores, threads and memory limits made real
-- `absence`, `survey`: why a device is missing, and the report of all
-"""
+"""What hardware there is and how it is divided."""
 
 from stratagem.devices.device import (
     DeviceDetails,

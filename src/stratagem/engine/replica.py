@@ -1,7 +1,7 @@
 """One replica of a strategy, in whichever process it is: its variables, its meeting point, its runs.
 
 The controller and every child have one `Replica` for each open strategy. The controller's
-(replica 0) is driven by the strategy itself (`local_replicas`), a child's by `in_child`. Here, and
+(replica 0) is driven by the strategy itself (`lockstep`), a child's by `child_calls`. Here, and
 only here, is chosen where variables lie and how gradients travel (`copies`).
 """
 
@@ -25,7 +25,6 @@ from stratagem.devices.device import LogicalDevice
 from stratagem.engine import backward, context
 from stratagem.engine.context import ReplicaContext
 from stratagem.engine.recipe import Call, Exchange, Recipe, Step
-from stratagem.engine.sync import AverageWeights
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
 from stratagem.processes.allocator import give_back
@@ -39,7 +38,7 @@ from stratagem.variables.shared import SharedCopies
 from stratagem.variables.slices import SplitUpdate
 
 # After so many runs with new objects optimizers have made their state; until then freed memory is given back, so
-# that only what a step really needs is kept from then on (`replicas.heap`).
+# that only what a step really needs is kept from then on (`processes.allocator`).
 _NUM_EARLY_RUNS = 2
 _UPDATING_FLAG = 7
 
@@ -86,8 +85,8 @@ class Replica:
         if recipe.exchange is Exchange.SHARED_MEMORY:
             self.copies = SharedCopies(self)
         else:
-            alone = isinstance(recipe.sync, AverageWeights)
-            way = "alone" if alone else "torch" if recipe.exchange is Exchange.TORCH else "collective"
+            by = "torch" if recipe.exchange is Exchange.TORCH else "collective"
+            way = by if recipe.sync.sums_gradients else "alone"
             self.copies = PrivateCopies(self, way=way, meet=meet)
             if meet is not None and self.copies.link is not None:
                 self.collective = OverLink(self.copies.link, rank, recipe.size)

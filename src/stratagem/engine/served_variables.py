@@ -28,7 +28,7 @@ from stratagem.variables.optimizer_slices import parameters_of, step_with_hooks
 
 
 @final
-class ClusterVariables:
+class ServedVariables:
     """What a program has made in the scope, and what parameter servers have of it.
 
     Args:

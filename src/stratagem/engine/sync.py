@@ -99,6 +99,10 @@ class SyncPlan(Protocol):
     def every(self) -> int:
         """After how many steps they do."""
 
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether gradients are exchanged in a backward pass; else every replica trains on its own."""
+
     def start(self, replica: Syncing) -> Sync:
         """What one replica does for it."""
 
@@ -114,6 +118,7 @@ class SumGradients:
 
     mean: bool = True
     every: int = 1
+    sums_gradients: bool = dataclasses.field(default=True, init=False)
 
     def start(self, replica: Syncing) -> Sync:
         return _Summing(replica, self.mean)
@@ -150,6 +155,7 @@ class AverageWeights:
 
     every: int
     outer: OuterOptimizer | None = None
+    sums_gradients: bool = dataclasses.field(default=False, init=False)
 
     def start(self, replica: Syncing) -> Sync:
         return _Averaging(replica, self)

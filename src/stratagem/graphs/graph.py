@@ -1,7 +1,7 @@
 """Records graphs: `sg.Graph`, and what programs put into one: placeholders, constants, variables, sums.
 
 Owns which graph is open in a thread, and the rules for what is put in by hand. What torch computes on these
-is recorded by `graph_recorder`; running is a session's.
+is recorded by `recorder`; running is a session's.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Defines what a graph is made of: nodes, their outputs, and how an output is referred to.
 
-Values only. Recording is `graph_recorder`'s, running `session_run`'s.
+Values only. Recording is `recorder`'s, running `schedule`'s.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """What is special about some operations of torch when they are recorded: names, in-place forms, memory without values.
 
-Tables and look-ups only; `graph_recorder` acts on them.
+Tables and look-ups only; `recorder` acts on them.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Finds what the controller changed between two runs, besides the values of tensors (`memory`'s).
+"""Finds what the controller changed between two runs, besides the values of tensors (those `variables` find).
 
 In distributed objects: flags of modules (`training`, a dropout rate, an activation), the parts and hooks that they
 hold, `requires_grad`, the groups of an optimizer, the state of schedulers and gradient scalers. Around

@@ -1,6 +1,1 @@
-"""The parameter server: variables that many workers read and update, each at its own pace.
-
-- `contract`: what is said between whoever holds variables and the workers
-- `partitioning`: which variable, or which of its rows, lies in which shard
-- `shard`: one ps task's part of all variables; no transport
-"""
+"""The parameter server: what workers and shards say to each other is in `protocol`."""

@@ -2,7 +2,7 @@
 
 A ps task serves its shard and never comes to the rest of the program; chief and workers train, each at
 its own pace on its part of the data; an evaluator computes on its own. Which variables there are is
-`parameter_cluster_variables`' matter.
+`served_variables`' matter.
 """
 
 import atexit
@@ -26,7 +26,7 @@ from stratagem.devices.inventory import this_process
 from stratagem.engine import context
 from stratagem.engine.context import ReplicaContext
 from stratagem.engine.random_numbers import seed_of
-from stratagem.engine.served_variables import ClusterVariables
+from stratagem.engine.served_variables import ServedVariables
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
 from stratagem.objects.tracking import Tracker
@@ -107,7 +107,7 @@ class ClusterTask(Strategy):
         self._job, self._index = resolver.task_type or "", resolver.task_id or 0
         self._device = this_process().select()[:1]
         self._tracker = Tracker()
-        self._variables: ClusterVariables | None = None
+        self._variables: ServedVariables | None = None
         self._restored: StateOfAll | None = None
         self._closed_at: str | None = None
         self._seed, self._num_epochs = torch.initial_seed(), 0
@@ -250,7 +250,7 @@ class ClusterTask(Strategy):
         """
         whole = StateOfAll(int(state["version"]), state["values"], tuple(state["optimizers"]))
         if self._client is None:
-            ClusterVariables.load_values(self._made(), whole)
+            ServedVariables.load_values(self._made(), whole)
         elif self._variables is not None:
             raise StrategyError("load_state_dict() comes before the first run; start all tasks again to go back")
         else:
@@ -287,7 +287,7 @@ class ClusterTask(Strategy):
             return
         made = self._tracker.take()
         try:
-            variables = ClusterVariables(
+            variables = ServedVariables(
                 self._client,
                 made,
                 rank=self.replicas_here.start,

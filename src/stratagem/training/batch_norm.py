@@ -2,7 +2,7 @@
 
 Owns the conversion of a model and the arithmetic. What travels is a few numbers for each channel:
 once in the forward pass, and once in the backward pass if the input needs a gradient. Gradients
-of weight and bias are left as this replica's own; `gradients` sums them as it sums all others.
+of weight and bias are left as this replica's own; `variables.ledger` sums them as it sums all others.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """What a replica must be able to do with its copies of the variables, wherever they lie.
 
-Two ways exist: pages that all replicas share (`shared_copies`), and copies of one's own on any
-device (`private_copies`). A `Runtime` has one of them and does not know which. The same object
+Two ways exist: pages that all replicas share (`shared`), and copies of one's own on any
+device (`private`). A `Replica` has one of them and does not know which. The same object
 serves the controller between runs: there it gives tensors out and finds what was written to.
 """
 

@@ -1,7 +1,7 @@
 """Keeps the tensors of distributed objects in memory that all replicas share.
 
 A store holds tensors of one dtype, one after the other. Every replica's parameter is a private view
-of the same pages (`memory`): one copy serves all, updates through the shared view reach all, and a
+of the same pages (`processes.region`): one copy serves all, updates through the shared view reach all, and a
 change in place is the replica's own until it is published.
 """
 

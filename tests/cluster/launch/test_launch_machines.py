@@ -18,7 +18,7 @@ from stratagem.cluster.launch.environment import Offer
 from stratagem.cluster.launch.failures import Failure
 from stratagem.cluster.launch.machines_meeting import MachineLink, linked
 from stratagem.cluster.launch.plan import Machine, Order
-from stratagem.cluster.launch.rendezvous import Meeting
+from stratagem.cluster.launch.rendezvous import Rendezvous
 from stratagem.cluster.launch.user_program import UserProgram
 from stratagem.errors import LaunchError
 
@@ -59,9 +59,9 @@ def together(*actions: Callable[[], object]) -> list[BaseException | None]:
     return raised
 
 
-def meeting_of(orders: Order, link: MachineLink) -> Meeting:
+def meeting_of(orders: Order, link: MachineLink) -> Rendezvous:
     offer = Offer(f"run {orders.machine.rank}", {"worker": [f"h{orders.machine.rank}:1"]}, "h:9")
-    return Meeting(
+    return Rendezvous(
         link.store, machine=orders.machine, offer=offer, interrupts=CtrlC(), raise_if_lost=link.raise_if_lost
     )
 

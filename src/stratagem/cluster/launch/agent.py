@@ -1,7 +1,7 @@
 """Keeps the tasks of this machine going: torch's elastic agent, with jobs, causes and grace.
 
 The agent's loop meets, starts, watches and restarts. Owns what the end of a task means for the
-others: a failure ends all, the end of those that train ends the run. Processes are `crew`'s.
+others: a failure ends all, the end of those that train ends the run. Processes are `task_processes`'s.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from torch.distributed.elastic.agent.server.api import (
 from stratagem.cluster.launch.ctrl_c import CtrlC
 from stratagem.cluster.launch.failures import Failure, as_shown, first_cause
 from stratagem.cluster.launch.plan import TRAINING, LaunchPlan
-from stratagem.cluster.launch.rendezvous import Meeting
+from stratagem.cluster.launch.rendezvous import Rendezvous
 from stratagem.cluster.launch.task_processes import LaunchedTask, Processes, TaskProcesses
 from stratagem.cluster.spec import CHIEF, EVALUATOR, PS, WORKER
 from stratagem.devices.host import Host
@@ -71,7 +71,7 @@ class TaskAgent(SimpleElasticAgent):
         plan: LaunchPlan,
         *,
         crew: Processes,
-        meeting: Meeting,
+        meeting: Rendezvous,
         interrupts: CtrlC,
         patience: Patience,
         new_tasks: Callable[[int], Sequence[LaunchedTask]],

@@ -26,7 +26,7 @@ from stratagem.cluster.launch.machines_meeting import MachineLink, linked
 from stratagem.cluster.launch.output import Screen
 from stratagem.cluster.launch.plan import LaunchPlan, Order
 from stratagem.cluster.launch.ports import Ports
-from stratagem.cluster.launch.rendezvous import Meeting
+from stratagem.cluster.launch.rendezvous import Rendezvous
 from stratagem.cluster.launch.run_directory import RunDirectory
 from stratagem.cluster.launch.task_processes import Processes, TaskProcesses
 from stratagem.cluster.spec import EVALUATOR
@@ -105,7 +105,7 @@ class LocalLauncher:
     ) -> LaunchOutcome:
         command = plan.order.program.command
         crew = TaskProcesses(command, directory=directory, screen=self._screen, interrupts=interrupts, say=self._say)
-        meeting = Meeting(
+        meeting = Rendezvous(
             link.store,
             machine=plan.order.machine,
             offer=offer,

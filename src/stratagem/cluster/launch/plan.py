@@ -1,7 +1,7 @@
 """Says what a launch starts where: a value, checked before anything is started.
 
 Owns the rules for what may be asked for, and how cores and GPUs of this machine are divided over
-its tasks. Addresses and the tasks of other machines come later (`meeting`); nothing is
+its tasks. Addresses and the tasks of other machines come later (`rendezvous`); nothing is
 started here.
 """
 

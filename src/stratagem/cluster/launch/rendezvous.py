@@ -23,7 +23,7 @@ _LOOK_S = 0.25
 
 
 @final
-class Meeting(RendezvousHandler):
+class Rendezvous(RendezvousHandler):
     """Where the launchers of all machines meet before each start of the tasks.
 
     Args:

@@ -1,6 +1,6 @@
 """Becomes a task: ties this process to the launcher, takes its cores, and turns into the program.
 
-Run as a script by `crew`, with nothing imported that takes time. The program is executed in
+Run as a script by `task_processes` and `ray_task`, with nothing imported that takes time. The program is executed in
 the place of this process, so that it runs exactly as it does without a launcher.
 """
 

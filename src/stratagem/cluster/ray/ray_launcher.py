@@ -20,7 +20,7 @@ from stratagem.cluster.launch.environment import Offer
 from stratagem.cluster.launch.local_launcher import LaunchOutcome, code_when_stopped, quiet
 from stratagem.cluster.launch.output import Screen
 from stratagem.cluster.launch.plan import LaunchPlan, Machine, Order, Seat
-from stratagem.cluster.launch.rendezvous import Meeting
+from stratagem.cluster.launch.rendezvous import Rendezvous
 from stratagem.cluster.launch.run_directory import RunDirectory
 from stratagem.cluster.ray import ray_session
 from stratagem.cluster.ray.ray_crew import NOWHERE, RayCrew
@@ -127,7 +127,7 @@ class RayLauncher:
         agent = TaskAgent(
             plan,
             crew=crew,
-            meeting=Meeting(HashStore(), machine=Machine(), offer=Offer("", {}, NOWHERE), interrupts=interrupts),
+            meeting=Rendezvous(HashStore(), machine=Machine(), offer=Offer("", {}, NOWHERE), interrupts=interrupts),
             interrupts=interrupts,
             patience=self._patience,
             new_tasks=crew.new_tasks,

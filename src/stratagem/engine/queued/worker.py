@@ -2,7 +2,7 @@
 
 Owns what a step means there: its values are pulled, its gradients stay its own until
 `optimizer.step()` pushes them, and what it changes in buffers is pushed with them. Offers what
-`distribution` and `in_child` need of a replica.
+`distribution` and `child_calls` need of a replica.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Writes a part of a graph as plain values that another task can check and run, and reads it there.
 
-What travels: names of known operations (`remote_operations`), numbers, shapes, references between nodes. Reading
+What travels: names of known operations (`allowed_operations`), numbers, shapes, references between nodes. Reading
 refuses whatever it does not expect, before anything is computed. Tensors travel beside it, as bytes.
 """
 

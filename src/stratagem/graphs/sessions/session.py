@@ -1,7 +1,7 @@
 """Runs graphs: `sg.Session`.
 
-Owns the life of a session and the steps of one run. Where nodes run is `session_places`', how they are cut
-`session_plan`'s, what computes them a fleet's: `session_local` for this process, one of `cluster` for several tasks.
+Owns the life of a session and the steps of one run. Where nodes run is `node_devices`', how they are cut
+`partition`'s, what computes them a fleet's: `local_devices` for this process, one of `cluster` for several tasks.
 """
 
 import atexit

@@ -1,7 +1,7 @@
 """Runs parts of graphs for sessions of other processes: the side of the task.
 
 Owns the conversation with one session: what it may ask for, what is kept for it (parts, variables), and that all of
-it ends with the connection. What a part may hold is checked by `placement.remote`. Loads torch, so that `server`
+it ends with the connection. What a part may hold is checked by `sent_parts`. Loads torch, so that `server`
 loads this file only when a session comes.
 """
 

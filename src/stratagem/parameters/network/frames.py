@@ -1,7 +1,7 @@
 """Defines the frames between a parameter server and its clients: kinds, sizes, bounds.
 
 A frame is a header of fixed size, then its payload, sealed. What breaks a rule is refused before
-anything is allocated or decrypted for it. What bodies say is `bodies`' matter, keys are `sealing`'s.
+anything is allocated or decrypted for it. What bodies say is `bodies`' matter, keys are `encryption`'s.
 """
 
 import enum

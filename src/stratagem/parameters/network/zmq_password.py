@@ -3,7 +3,7 @@
 ZeroMQ keeps the parts of a message until the last one comes, however many there are: whoever it talks to can
 fill the memory of a server. So it asks for a password before it takes anything (ZeroMQ's PLAIN and ZAP), one
 that only somebody with the token can make. It travels in the open, and is good for nothing but to be
-listened to: what is said is sealed (`sealing`).
+listened to: what is said is sealed (`encryption`).
 """
 
 from hmac import compare_digest

@@ -1,7 +1,7 @@
 """Makes the sockets of ZeroMQ, each with its limits.
 
 Frames are bounded, so are queues on both sides; who says nothing sensible is cut off within seconds.
-What travels over them is sealed (`sealing`); ZeroMQ's own encryption is not used (decision 0019).
+What travels over them is sealed (`encryption`); ZeroMQ's own encryption is not used (decision 0019).
 """
 
 import contextlib

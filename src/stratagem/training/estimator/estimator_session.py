@@ -1,7 +1,7 @@
 """One training, evaluation or prediction under way: steps, and hooks around them.
 
 Owns the loop. What a step does is the model's (`models`), where batches come from is `feed`'s, what is saved
-`states`'.
+`training_state`'.
 """
 
 import functools

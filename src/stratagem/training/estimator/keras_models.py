@@ -1,6 +1,6 @@
 """Keras models as those of an Estimator: Keras' own functions take each step, on the replicas of the strategy.
 
-A Keras model that is made in a scope is trained by all replicas when its `train_on_batch` is called (`keras_fit`), so
+A Keras model that is made in a scope is trained by all replicas when its `train_on_batch` is called (`keras.fit`), so
 that nothing of Keras' steps is repeated here. Batches stay whole until Keras has them.
 """
 

@@ -1,6 +1,6 @@
 """Notices what a program changes in a compiled Keras model between two steps, besides values of variables.
 
-Numbers and texts in layers, and the layers in them, are found as in all modules (`replicas.control`). Here are their
+Numbers and texts in layers, and the layers in them, are found as in all modules (`objects.state_diff`). Here are their
 other attributes, the optimizer, the losses, the metrics, learning-rate schedules and what Keras is set to: when one of
 them is not what it was, the replicas get them anew.
 """

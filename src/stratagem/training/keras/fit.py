@@ -38,7 +38,7 @@ def install() -> None:
         _wrap(Trainer, "__init__", _refuse_backend)
         return
     packing.reducers.append(keras_objects.reduce)
-    state_diff.kept_elsewhere.append(keras.Layer)  # `keras_changes` knows what layers hold
+    state_diff.kept_elsewhere.append(keras.Layer)  # `changes` knows what layers hold
     _wrap(TorchTrainer, "__init__", _note_owner)
     _wrap(Trainer, "_symbolic_build", _build_in_scope)
     for kind in _KINDS:

@@ -34,7 +34,7 @@ FUNCTIONS = frozenset({"train_function", "test_function", "predict_function", "_
 
 
 def reduce(obj: Any) -> Any:
-    """The way of an object, for `wire.reducers`; `NotImplemented` for all that is not Keras'."""
+    """The way of an object, for `packing.reducers`; `NotImplemented` for all that is not Keras'."""
     base = _CONTAINERS.get(type(obj))
     if base is not None:
         return _blank, (type(obj), base), (dict(obj.__dict__), base(obj)), None, None, _fill_container

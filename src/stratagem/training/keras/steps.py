@@ -1,6 +1,6 @@
 """One step of a Keras model in a replica: its slice of the global batch in, what it adds to the metrics out.
 
-Gradients are exchanged by `loss.backward()` as in every step; what else a step changes is `keras_state`'s.
+Gradients are exchanged by `loss.backward()` as in every step; what else a step changes is `step_state`'s.
 """
 
 import contextlib

@@ -35,7 +35,7 @@ class _Definition:
 
 
 @final
-class Desk:
+class Executor:
     """One shard, and the thread that works on it.
 
     Args:
@@ -316,7 +316,7 @@ class Desk:
             raise ParameterError("no variables have been defined yet")
         return self._shard
 
-    _HANDLERS: Final[dict[FrameKind, Callable[["Desk", ClientRequest], None]]] = {
+    _HANDLERS: Final[dict[FrameKind, Callable[["Executor", ClientRequest], None]]] = {
         FrameKind.ATTACH: _attach,
         FrameKind.DEFINE: _define,
         FrameKind.PULL: _pull,

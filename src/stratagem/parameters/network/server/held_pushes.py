@@ -1,6 +1,6 @@
 """Pushes that wait while a checkpoint is made of what all shards have applied.
 
-Called in the thread of the desk. A task that saves asks every shard to hold, and then for its state, once it has
+Called in the executor's thread. A task that saves asks every shard to hold, and then for its state, once it has
 applied what any of them had when it was asked. Several may save at once: a push waits for all whom it would disturb.
 """
 

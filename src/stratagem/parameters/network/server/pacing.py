@@ -1,6 +1,6 @@
 """The pace that workers of several machines keep with each other: who waits for whom, and which pushes are one update.
 
-Called in the thread of the desk. Every shard decides for itself: all workers push to all shards, and say how far they
+Called in the executor's thread. Every shard decides for itself: all workers push to all shards, and say how far they
 are, so that clocks and rounds are the same in each, and whoever is slowest waits nowhere.
 """
 

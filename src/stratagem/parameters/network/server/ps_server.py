@@ -1,7 +1,7 @@
 """Makes a ps task serve its shard: one socket for all clients, one thread for the socket.
 
 Owns who may talk to the shard, for how long somebody may be silent or not read, and when the task is
-done. What requests mean is `desk`'s, what is under way with one client `session`'s.
+done. What requests mean is `executor`'s, what is under way with one client `client_record`'s.
 """
 
 import functools
@@ -30,7 +30,7 @@ from stratagem.parameters.network.frames import FrameKind, Greeting
 from stratagem.parameters.network.same_host_memory import SHARED, Nearby
 from stratagem.parameters.network.server.client_record import ClientRecord
 from stratagem.parameters.network.server.client_requests import ClientRequest, chief_of, number_of
-from stratagem.parameters.network.server.executor import Desk
+from stratagem.parameters.network.server.executor import Executor
 from stratagem.parameters.network.zmq_password import Door
 
 HEARTBEAT_S: Final = 0.5
@@ -88,7 +88,7 @@ class ParameterServer:
         self._rhythm = heartbeat_s, num_missed
         self._slow_reader_s = slow_reader_s
         self._everywhere = allow_all_interfaces
-        self._desk = Desk(self.spec.task_indices(PS).index(task_index))
+        self._desk = Executor(self.spec.task_indices(PS).index(task_index))
         self._context = zmq_sockets.new_context()
         self._door = Door(self._context, self._token)
         self._router: zmq.Socket[bytes] | None = None
