@@ -2,13 +2,14 @@
 
 import ast
 import collections
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "stratagem"
 FILES = sorted(SOURCE.rglob("*.py"))
+TREES = {file: ast.parse(file.read_text()) for file in FILES}
 
 # A folder may import from itself and from those before it.
 LAYERS = (
@@ -70,26 +71,33 @@ def may_import(part: str, other: str) -> bool:
     return part in LAYERS and other in LAYERS[: LAYERS.index(part) + 1]
 
 
-@pytest.mark.parametrize("file", FILES, ids=relative)
-def test_imports_go_one_way(file: Path) -> None:
-    part = part_of(file)
-    wrong = [other for other in imported_parts(ast.parse(file.read_text())) if not may_import(part, other)]
-    assert not wrong, f"{relative(file)} may not import {wrong}"
+def found_in(look: Callable[[Path, ast.Module], Iterable[object]]) -> dict[str, list[object]]:
+    """What is wrong in each file, by its name; files where nothing is are left out."""
+    found = {relative(file): list(look(file, tree)) for file, tree in TREES.items()}
+    return {name: wrong for name, wrong in found.items() if wrong}
+
+
+def test_imports_go_one_way() -> None:
+    def wrong(file: Path, tree: ast.Module) -> Iterable[object]:
+        return (other for other in imported_parts(tree) if not may_import(part_of(file), other))
+
+    assert not found_in(wrong)
 
 
 def test_every_folder_is_a_layer() -> None:
     assert {part_of(file) for file in FILES} <= {*LAYERS, *APART, *BASE, *FACE}
 
 
-@pytest.mark.parametrize("file", FILES, ids=relative)
-def test_only_one_file_reads_the_environment(file: Path) -> None:
-    reads = [
-        node.lineno
-        for node in ast.walk(ast.parse(file.read_text()))
-        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"))
-        or (isinstance(node, ast.ImportFrom) and node.module == "os")
-    ]
-    assert not reads or relative(file) == "_env.py", f"{relative(file)} reads the environment in lines {reads}"
+def test_only_one_file_reads_the_environment() -> None:
+    def lines(file: Path, tree: ast.Module) -> Iterable[object]:
+        return (
+            node.lineno
+            for node in ast.walk(tree)
+            if (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv"))
+            or (isinstance(node, ast.ImportFrom) and node.module == "os")
+        )
+
+    assert set(found_in(lines)) == {"_env.py"}
 
 
 PRIVATE_NAMES_OF_TORCH = frozenset(  # that objects of torch have, so that nothing in an expression says torch
@@ -145,10 +153,9 @@ def private_uses_of_torch(tree: ast.AST) -> Iterator[str]:
                 yield f"line {node.lineno}: {path}"
 
 
-@pytest.mark.parametrize("file", FILES, ids=relative)
-def test_only_two_files_know_private_names_of_torch(file: Path) -> None:
-    found = list(private_uses_of_torch(ast.parse(file.read_text())))
-    assert not found or relative(file) in ("_torch.py", "_tree.py"), f"{relative(file)}: {found}; add it to _torch.py"
+def test_only_two_files_know_private_names_of_torch() -> None:
+    found = found_in(lambda _, tree: private_uses_of_torch(tree))
+    assert not {name: uses for name, uses in found.items() if name not in ("_torch.py", "_tree.py")}
 
 
 @pytest.mark.parametrize(
@@ -178,29 +185,29 @@ def test_other_names_are_not_taken_for_private_ones_of_torch(line: str) -> None:
     assert not list(private_uses_of_torch(ast.parse(line)))
 
 
-@pytest.mark.parametrize("file", FILES, ids=relative)
-def test_imports_do_not_hide_in_functions(file: Path) -> None:
-    hidden = [
-        node.lineno
-        for function in ast.walk(ast.parse(file.read_text()))
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
-    assert not hidden or part_of(file) == "cli", f"{relative(file)} hides imports in lines {hidden}"
+def test_imports_do_not_hide_in_functions() -> None:
+    def lines(file: Path, tree: ast.Module) -> Iterable[object]:
+        return (
+            node.lineno
+            for function in ast.walk(tree)
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and part_of(file) != "cli"
+            for node in ast.walk(function)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        )
+
+    assert not found_in(lines)
 
 
-@pytest.mark.parametrize("file", FILES, ids=relative)
-def test_file_says_what_it_owns(file: Path) -> None:
-    assert ast.get_docstring(ast.parse(file.read_text())), f"{relative(file)} has no docstring"
+def test_every_file_says_what_it_owns() -> None:
+    assert not [relative(file) for file, tree in TREES.items() if not ast.get_docstring(tree)]
 
 
 def test_names_of_files_and_classes_stand_for_one_thing() -> None:
     # The public faces are named like the folders that they show.
     stems = collections.Counter(file.stem for file in FILES if file.stem != "__init__" and part_of(file) not in FACE)
     assert not [stem for stem, count in stems.items() if count > 1]
-    trees = [ast.parse(file.read_text()) for file in FILES]
-    classes = collections.Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    made = (node.name for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef))
+    classes = collections.Counter(made)
     assert not [name for name, count in classes.items() if count > 1]
 
 
@@ -209,12 +216,14 @@ def test_no_folder_has_more_than_20_files() -> None:
     assert not {relative(folder): count for folder, count in counts.items() if count > 20}
 
 
-@pytest.mark.parametrize("file", FILES, ids=relative)
-def test_source_is_free_of_what_attackers_look_for(file: Path) -> None:
-    # Between a controller and its own children, over the pipe that each inherited, objects may travel.
-    allowed = {"pickle"} if relative(file) == "processes/packing.py" else set()
-    text = file.read_text()
-    assert not [word for word in FORBIDDEN if word in text and word not in allowed]
+def test_source_is_free_of_what_attackers_look_for() -> None:
+    def words(file: Path, _: ast.Module) -> Iterable[object]:
+        # Between a controller and its own children, over the pipe that each inherited, objects may travel.
+        allowed = {"pickle"} if relative(file) == "processes/packing.py" else set()
+        text = file.read_text()
+        return (word for word in FORBIDDEN if word in text and word not in allowed)
+
+    assert not found_in(words)
 
 
 def test_type_checkers_see_the_same_names_as_users() -> None:
