@@ -4,10 +4,13 @@ import contextlib
 import ctypes
 import os
 import resource
+import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +19,20 @@ _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 10.0
 
 
+_popens: "weakref.WeakSet[subprocess.Popen[Any]]" = weakref.WeakSet()
+
+
 def adopt_orphans() -> None:
     """Makes processes whose parent has died children of this one, so that they are seen."""
+    made: Any = subprocess.Popen.__init__
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.pid = 0  # until it is started
+        _popens.add(self)
+        made(self, *args, **kwargs)
+
+    if made.__name__ != "noting":
+        subprocess.Popen.__init__ = noting  # type: ignore[method-assign]
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -56,10 +71,10 @@ def _processes() -> frozenset[str]:
     for pid in _children() | _children():  # the kernel may leave one out of a reading while its sibling ends
         with contextlib.suppress(OSError):  # it has ended, and somebody waited for it, since it was listed
             name, _, fields = Path(f"/proc/{pid}/stat").read_text().partition(" (")[2].rpartition(") ")
-            if fields[0] == "Z":
-                os.waitpid(int(pid), os.WNOHANG)  # the ones adopted have nobody else to reap them
-            else:
+            if fields[0] != "Z":
                 children.append(f"{pid} {name}")
+            elif int(pid) not in {each.pid for each in _popens}:  # whose exit code its owner wants to have
+                os.waitpid(int(pid), os.WNOHANG)  # the ones adopted have nobody else to reap them
     return frozenset(children)
 
 

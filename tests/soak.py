@@ -1,5 +1,6 @@
 """Tests marked `soak` repeat a promise over many parameters: left out of a run, unless it asks for them."""
 
+import datetime
 import time
 import zlib
 
@@ -27,7 +28,15 @@ class Soak:
         chosen = [item for item in items if self._is_wanted(item)]
         left_out = [item for item in items if not self._is_wanted(item)]
         config.hook.pytest_deselected(items=left_out)
+        if self._deadline is not None and chosen:
+            # Where time may run out, it is not always the same tests that are left.
+            first = datetime.date.today().toordinal() * 7 % len(chosen)
+            chosen = chosen[first:] + chosen[:first]
         items[:] = chosen
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._wanted and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            session.exitstatus = pytest.ExitCode.OK  # a share may be empty
 
     def pytest_runtest_setup(self) -> None:
         if self._deadline is not None and time.monotonic() > self._deadline:

@@ -9,7 +9,12 @@ from tests.contracts.strategies_under_test import LOCAL
 _NEEDS_GLOBAL_GRADIENTS = (
     *("test_closure_optimizer", "test_parameter_groups", "test_clipping", "test_gradients_of_several_passes"),
     *("test_gradient_scaler", "test_shared_frozen", "test_parameters_changed_in_place", "test_update_by_hand"),
-    *("test_two_dtypes", "test_state_dicts_are_whole", "test_state_of_an_optimizer"),
+    *(
+        "test_two_dtypes",
+        "test_state_dicts_are_whole",
+        "test_state_of_an_optimizer",
+        "test_parameter_that_is_one_number",
+    ),
     *("test_train_evaluate_and_predict", "test_resumed_training"),
     *("test_fit_with_adam", "test_whole_updates", "test_synchronized_statistics"),
 )

@@ -493,6 +493,36 @@ def test_every_layout_of_memory_equals_one_device(strategy: sg.Strategy, name: s
             torch.testing.assert_close(value, loaded["state"][number][key])
 
 
+def test_parameter_that_is_one_number_keeps_its_state(strategy: sg.Strategy) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        model = make_net()
+        model.register_parameter("scale", nn.Parameter(torch.tensor(0.5)))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+        built.append(optimizer)
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model.scale * model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return model, step
+
+    built: list[torch.optim.Optimizer] = []
+    model, step = build()
+    with strategy.scope():
+        distributed, distributed_step = build()
+    for batch, own in zip(strategy.distribute(UNEVEN[:3]), UNEVEN, strict=False):
+        strategy.run(distributed_step, args=batch)
+        step(*own)
+        for optimizer in built:
+            optimizer.param_groups[0]["lr"] = 0.01  # a warm-up from nothing
+            optimizer.load_state_dict(optimizer.state_dict())
+    for ours, theirs in zip(distributed.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+
+
 def test_two_dtypes_and_channels_last_equal_one_device(strategy: sg.Strategy) -> None:
     def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
         torch.manual_seed(4)

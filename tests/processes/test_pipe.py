@@ -272,3 +272,13 @@ def test_modules_of_a_kind_of_their_own_travel_by_name(ends: tuple[Wire, Wire]) 
     module, function = ends[1].receive()
     assert module is torch.backends.cpu
     assert function() == capability()
+
+
+def test_many_mentions_of_shared_memory_take_one_descriptor_each(ends: tuple[Wire, Wire]) -> None:
+    one, other = ends
+    regions = [Region.create(100) for _ in range(100)]
+    regions[7].shared(torch.uint8, 0, 1).fill_(7)
+    one.send([*regions, *regions])
+    received = other.receive()
+    assert [each is received[100 + number] for number, each in enumerate(received[:100])] == [True] * 100
+    assert received[7].shared(torch.uint8, 0, 1).item() == 7

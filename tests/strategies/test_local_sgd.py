@@ -223,6 +223,68 @@ def test_what_the_main_program_writes_replaces_weights_everywhere(opened: Any) -
     assert strategy.local_results(strategy.run(weight_sums(model))) == (number, number)
 
 
+@pytest.mark.parametrize("outer", [None, outer_sgd])
+def test_weights_written_between_runs_are_not_mixed_with_those_before(opened: Any, outer: MakeOptimizer | None) -> None:
+    strategy = opened(100, outer_optimizer=outer)
+    model, step = build(strategy)
+    (batch,) = strategy.distribute(UNEVEN[:1])
+    strategy.run(step, args=batch)
+    written = {name: torch.full_like(each, 2.0) for name, each in model.named_parameters()}
+    model.load_state_dict(written)
+    strategy.synchronize()
+    assert all(bool((each == 2.0).all()) for each in model.parameters())
+    assert strategy.local_results(strategy.run(weight_sums(model)))[1] == weight_sums(model)()
+
+
+def test_parameters_of_any_kind_come_to_their_mean(opened: Any) -> None:
+    strategy = opened(1, outer_optimizer=lambda params: torch.optim.SGD(params, lr=1.0, weight_decay=0.5))
+    with strategy.scope():
+        turning = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        single = nn.Parameter(torch.tensor(1.0))
+        frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        holder = nn.ParameterList([turning, single, frozen])
+        optimizer = torch.optim.SGD([turning, single], lr=1.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        rank = sg.get_replica_context().replica_id_in_sync_group
+        ((rank + 1) * (turning.imag.sum() + single) + 0.0 * frozen.sum()).backward()
+        optimizer.step()
+
+    strategy.run(step)
+    # The mean of the gradients is 1.5, and the outer optimizer takes half of what there was.
+    torch.testing.assert_close(holder[0].detach(), torch.full((3,), 0.5 - 1.5j))
+    assert holder[1].item() == pytest.approx(0.5 - 1.5)
+    assert holder[2].tolist() == [1.0, 1.0]  # not its to decay
+
+
+def test_outer_optimizer_works_for_one_replica_and_inside_a_scope(opened: Any) -> None:
+    strategy = opened(1, 1, outer_optimizer=lambda params: torch.optim.SGD(params, lr=0.5))
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        step = make_step(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for _ in range(2):
+            strategy.run(step, args=(torch.ones(2, 1), torch.zeros(2, 1)))
+    # A step of 2 w from w, of which the outer optimizer takes half: 1 -> 0 -> 0.
+    assert model.weight.item() == pytest.approx(0.0)
+
+
+def test_step_without_a_backward_pass_is_averaged_too(opened: Any) -> None:
+    strategy = opened(1)
+    with strategy.scope():
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def step() -> None:
+        rank = sg.get_replica_context().replica_id_in_sync_group
+        (weight.grad,) = torch.autograd.grad((rank + 1) * weight.sum(), [weight])
+        optimizer.step()
+
+    strategy.run(step)
+    assert strategy.local_results(strategy.run(weight.item)) == (-1.5, -1.5)
+
+
 def test_failed_run_lets_all_go_on_from_replica_0(opened: Any) -> None:
     strategy = opened(100)
     model, step = build(strategy)

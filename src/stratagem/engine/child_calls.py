@@ -25,6 +25,7 @@ from stratagem.objects.functions import ReceivedFunctions
 from stratagem.processes.allocator import keep_freed_memory
 from stratagem.processes.child import this_child
 from stratagem.processes.region import Region
+from stratagem.variables.copies import Written
 from stratagem.variables.slots import Slots
 
 
@@ -138,7 +139,7 @@ def run(
         _results.values.pop(number, None)
     runtime = _joined[key]
     function = _functions.take(prepared)
-    runtime.copies.receive(call.written)
+    runtime.receive(call.written)
     state_diff.apply(call.changes, this_child().registry.resolve)  # type: ignore[union-attr]
     if call.seed is not None:
         seed_everything(seed_of(call.seed, runtime.global_rank))
@@ -152,9 +153,15 @@ def publish_written(key: int) -> None:
     _joined[key].publish_written()
 
 
-def agree(key: int) -> None:
+def agree(key: int, written: Written) -> None:
     """Takes part in the meeting in which replicas that train alone come to one state."""
-    _joined[key].sync.agree()
+    runtime = _joined[key]
+    try:
+        runtime.receive(written)
+        runtime.sync.agree()
+    except BaseException:
+        runtime.signals.abort()  # the others would wait for this one
+        raise
 
 
 def fetch(number: int) -> Any:

@@ -27,7 +27,7 @@ from stratagem.engine.random_numbers import RandomNumbers
 from stratagem.engine.recipe import Call, Recipe, Step
 from stratagem.engine.replica import Replica
 from stratagem.engine.stragglers import Stragglers
-from stratagem.errors import ReplicaError
+from stratagem.errors import ReplicaError, StrategyError
 from stratagem.objects import per_replica
 from stratagem.objects.functions import FunctionCache
 from stratagem.processes import losses
@@ -180,7 +180,7 @@ class LocalReplicas(Driver):
     def _next_call(self, own: Replica, counts_here: tuple[int, ...] | None) -> Call:
         try:
             seed, changes = self._random_numbers.new_seed(), self.distribution.changes()
-            written = own.copies.take_written()
+            written = own.take_written()
             syncs = self._num_alone + 1 >= self._recipe.sync.every
             if self._workers.size > 1:
                 written.told.update(agreement.changed_objects(changes, self.distribution.registry.resolve))
@@ -197,8 +197,9 @@ class LocalReplicas(Driver):
         if own is None or not self._num_alone or self.closed_at is not None:
             return
         with self.with_workers(), self._or_end():
-            self._group.call_all(child_calls.agree, self.key)
-            own.sync.agree()
+            self._group.call_all(child_calls.agree, self.key, own.take_written())
+            with contextlib.suppress(PeerAborted):  # then a child says why
+                own.sync.agree()
             self._group.collect()
             raise_first(None, self._group.failures(besides=PeerAborted))
         self._num_alone = 0
@@ -206,8 +207,14 @@ class LocalReplicas(Driver):
 
     def before_read(self, module: torch.nn.Module) -> None:
         """Lets replicas agree before the main program reads a module of theirs."""
-        if module in self.distribution.registry and self.is_home:
-            self.agree()
+        if not self._num_alone or context.current_runs or module not in self.distribution.registry or not self.is_home:
+            return
+        if self._workers.size > 1 and self.closed_at is None:
+            raise StrategyError(
+                f"replicas have trained alone for {self._num_alone} steps; to read {type(module).__name__} would wait "
+                f"for the other workers to bring them together; call strategy.synchronize() in every worker first"
+            )
+        self.agree()
 
     def _meet_machines(self, own: Replica, counts_here: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """Begins a step in all machines at once; how many examples each replica of all of them has."""
@@ -226,6 +233,7 @@ class LocalReplicas(Driver):
 
     def tell_others(self, error: BaseException) -> None:
         """Tells other machines that this program cannot go on."""
+        self._num_alone = 0  # nobody waits for those who are told
         if self.closed_at is None and self.is_home:
             self._workers.fail(error)
 

@@ -31,7 +31,7 @@ from stratagem.processes.allocator import give_back
 from stratagem.processes.region import Region
 from stratagem.variables import buffers
 from stratagem.variables.central_updates import CentralUpdate
-from stratagem.variables.copies import Copies
+from stratagem.variables.copies import Copies, Written
 from stratagem.variables.optimizer_slices import parameters_of, unwrap_zero_grad
 from stratagem.variables.private import PrivateCopies
 from stratagem.variables.shared import SharedCopies
@@ -170,6 +170,25 @@ class Replica:
         if self.rank:
             unwrap_zero_grad(optimizer)
 
+    # Between runs
+
+    def take_written(self) -> Written:
+        """In the controller: what it wrote to since the last run."""
+        written = self.copies.take_written()
+        self._note_written(written)
+        return written
+
+    def receive(self, written: Written) -> None:
+        """In a child: takes what the controller wrote to."""
+        self.copies.receive(written)
+        self._note_written(written)
+
+    def _note_written(self, written: Written) -> None:
+        if written.after_failure:
+            self.sync.forget()
+        else:
+            self.sync.take_written(written.values)
+
     # A run
 
     @property
@@ -249,11 +268,13 @@ class Replica:
         self._step, self._depth, self._syncing = step, 0, True
         self.signals.put_flag(_UPDATING_FLAG, 0)
         self.stepped = self.updated = False
+        self._skipped = []
         held = buffers.held_by(self.distributed())
         args, kwargs = self._brought(per_replica.load_deferred((args, kwargs)), self.device)
         result = self._brought(function(*args, **kwargs), torch.device("cpu"))
         buffers.take_in(held)
-        self.unsettled = self.recipe.total > 1 and self.sync.end_step()
+        agrees = self.recipe.total > 1 or not self.recipe.sync.sums_gradients
+        self.unsettled = agrees and self.sync.end_step()
         return result
 
     @contextlib.contextmanager

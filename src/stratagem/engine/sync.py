@@ -14,6 +14,7 @@ from typing import Protocol, final
 import torch
 
 from stratagem.collectives.collective import Collective
+from stratagem.objects.tracking import untracked
 from stratagem.variables.copies import Copies
 
 _CHUNK_BYTES = 25 * 2**20
@@ -74,6 +75,12 @@ class Sync(ABC):
 
     def agree(self) -> None:  # noqa: B027  # most always do
         """Brings all replicas to one state now; every one must come here."""
+
+    def take_written(self, names: Iterable[int]) -> None:  # noqa: B027  # most keep nothing
+        """What the main program wrote to these parameters is what all replicas agree on now."""
+
+    def forget(self) -> None:  # noqa: B027  # most keep nothing
+        """After a call that failed: all replicas begin anew from what the main program has."""
 
     def begin_pass(self, *, syncing: bool) -> None:
         """Prepares a backward pass, whose gradients are exchanged if `syncing`."""
@@ -203,43 +210,72 @@ class _Averaging(Sync):
             replica.copies.keep_own()
         self._num_examples = 0.0
 
+    def before_update(self, parameters: Iterable[torch.Tensor]) -> bool:
+        self._note_agreed()  # gradients need not come from a backward pass
+        return super().before_update(parameters)
+
+    def take_written(self, names: Iterable[int]) -> None:
+        own = dict(self._replica.copies.ledger.parameters())
+        for name in names:
+            if name in self._agreed and name in own:
+                self._agreed[name].copy_(own[name].detach())
+
+    def forget(self) -> None:
+        self._agreed, self._outer, self._num_examples = {}, None, 0.0
+
     def _note_agreed(self) -> None:
         """Keeps the weights of parameters that are new, before anything is updated: all have the same."""
         ledger = self._replica.copies.ledger
         known = {name: each for name, each in self._agreed.items() if name in ledger}
         # Counters, of which there is no mean, all replicas count alike.
-        new = {name: each for name, each in ledger.parameters() if name not in known and each.is_floating_point()}
+        new = {name: each for name, each in ledger.parameters() if name not in known and _has_mean(each)}
+        if not new and len(known) == len(self._agreed):
+            return
         added = {name: each.detach().clone() for name, each in new.items()}
         self._agreed = known | added
-        if self._outer is not None and added:
-            self._outer.add_param_group({"params": list(added.values())})
-        elif self._plan.outer is not None and added:
-            self._outer = self._plan.outer(list(added.values()))
+        trained = [added[name] for name, each in new.items() if each.requires_grad]
+        if self._outer is not None and trained:
+            self._outer.add_param_group({"params": trained})
+        elif self._plan.outer is not None and trained:
+            with untracked():  # it is this replica's own, also where the program runs steps inside a scope
+                self._outer = self._plan.outer(trained)
 
     @torch.no_grad()
     def _agree(self, share: float) -> None:
         own = dict(self._replica.copies.ledger.parameters())
+        groups = self._outer.param_groups if self._outer is not None else []
+        by_outer = {id(each) for group in groups for each in group["params"]}
         for names in _chunks(self._agreed):
             agreed = [self._agreed[name] for name in names]
             # One that the program has dropped here, and not yet elsewhere, has not moved; nor has a replica without
             # examples, whose weights may be no numbers at all.
             moved = [
-                own[name] - each if share and name in own else torch.zeros_like(each)
+                own[name].detach() - each if share and name in own else torch.zeros_like(each)
                 for name, each in zip(names, agreed, strict=True)
             ]
-            mean = self._replica.collective.all_reduce(torch.cat([each.reshape(-1) for each in moved]).mul_(share))
-            for each, part in zip(agreed, torch.split(mean, [each.numel() for each in moved]), strict=True):
-                change = part.view(each.shape)
-                if self._outer is None:
-                    each.add_(change)
+            mean = self._replica.collective.all_reduce(torch.cat([_flat(each) for each in moved]).mul_(share))
+            parts = torch.split(mean, [_flat(each).numel() for each in agreed])
+            for each, part in zip(agreed, parts, strict=True):
+                change = torch.view_as_complex(part.view(-1, 2)) if each.is_complex() else part
+                if id(each) in by_outer:
+                    each.grad = change.view(each.shape).neg()
                 else:
-                    each.grad = change.neg()
+                    each.add_(change.view(each.shape))
         if self._outer is not None:
             self._outer.step()
             self._outer.zero_grad()
         for name, each in self._agreed.items():
             if name in own:
                 own[name].copy_(each)
+
+
+def _has_mean(parameter: torch.Tensor) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The real numbers of a tensor, one after the other."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
 
 
 def _chunks(parameters: dict[int, torch.Tensor]) -> Iterator[list[int]]:

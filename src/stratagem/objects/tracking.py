@@ -88,13 +88,27 @@ class Tracker:
         self._made = [self._known[id(obj)] for obj in made if id(obj) in self._known] + self._made
 
     def _note(self, obj: Any) -> None:
-        if id(obj) not in self._known:
+        if id(obj) not in self._known and not _untracked:
             reference = weakref.ref(obj, functools.partial(self._forget, id(obj)))
             self._known[id(obj)] = reference
             self._made.append(reference)
 
     def _forget(self, key: int, _: Any) -> None:
         self._known.pop(key, None)
+
+
+# Blocks of the library's own that are open, in which it makes what is not the program's.
+_untracked: list[None] = []
+
+
+@contextlib.contextmanager
+def untracked() -> Iterator[None]:
+    """A block in which nothing that is made is noted, also inside a scope."""
+    _untracked.append(None)
+    try:
+        yield
+    finally:
+        _untracked.pop()
 
 
 # All of this process, so that no object comes to belong to two.

@@ -27,10 +27,10 @@ def pinned(device: LogicalDevice) -> Iterator[None]:
         yield
         return
     cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
-    _dismiss_threads()
-    os.sched_setaffinity(0, device.cores)
-    torch.set_num_threads(device.num_threads or 1)
     try:
+        _dismiss_threads()
+        os.sched_setaffinity(0, device.cores)
+        torch.set_num_threads(device.num_threads or 1)
         yield
     finally:
         _dismiss_threads()

@@ -143,8 +143,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
         if type(obj) in _NEVER_NAMED:
             return None
         if isinstance(obj, Region):
-            self.regions.append(obj)
-            return Region, len(self.regions) - 1, obj.num_bytes
+            number = next((each for each, known in enumerate(self.regions) if known is obj), len(self.regions))
+            if number == len(self.regions):
+                self.regions.append(obj)
+            return Region, number, obj.num_bytes
         return self._reference(obj)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -214,6 +216,7 @@ class _Unpickler(pickle.Unpickler):
     ) -> None:
         super().__init__(io.BytesIO(data), buffers=buffers)
         self._descriptors = descriptors
+        self._regions: dict[int, Region] = {}
         self._resolve = resolve
         self._keeps_classes = keeps_classes
         self._kept: set[type] = set()
@@ -238,7 +241,9 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, name: Any) -> Any:
         if isinstance(name, tuple) and name[0] is Region:
-            return Region(self._descriptors[name[1]], name[2])
+            if name[1] not in self._regions:  # one that is mentioned twice came once
+                self._regions[name[1]] = Region(self._descriptors[name[1]], name[2])
+            return self._regions[name[1]]
         if self._resolve is None:
             raise pickle.UnpicklingError(f"this end of the pipe knows no distributed objects, got {name!r}")
         return self._resolve(name)

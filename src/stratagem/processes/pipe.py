@@ -18,7 +18,7 @@ from stratagem.processes.packing import Packed, pack, unpack
 _HEAD = struct.Struct("<QIQ")  # length of the packed object, number of buffers, bytes in shared memory
 _LENGTH = struct.Struct("<Q")
 _LARGE_BYTES = 64 * 1024
-_MAX_DESCRIPTORS = 64
+_MAX_DESCRIPTORS = 253  # as many as the kernel lets one message carry
 
 
 @final

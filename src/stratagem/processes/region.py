@@ -42,10 +42,10 @@ class Region:
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        self.descriptor = descriptor
         self.num_bytes = num_bytes
         self._shared = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED)
         self._private = mmap.mmap(descriptor, num_bytes, mmap.MAP_PRIVATE)
+        self.descriptor = descriptor  # last: what cannot be mapped stays the caller's to close
         self._num_faults_when_clean = _NOT_CLEAN
         self._first_page = torch.frombuffer(self._private, dtype=torch.uint8).data_ptr() // PAGE_BYTES
 
@@ -107,7 +107,8 @@ class Region:
 
     def __del__(self) -> None:
         # Tensors in the memory keep it mapped; only its descriptor ends here.
-        os.close(self.descriptor)
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import final
 
+from stratagem._checks import require_seconds
 from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
@@ -26,7 +27,8 @@ class LocalSGDStrategy(Replicated[LocalReplicas]):
 
     Between synchronisations the main program sees replica 0. What it writes to weights between two runs replaces
     them everywhere. `synchronize()` brings all together at once; the strategy does so by itself before the main
-    program takes `model.state_dict()` or calls the model, and at `close()`. Results of `run` and `reduce` are those
+    program takes `model.state_dict()` or calls the model, and at `close()`; with several workers, where all have to
+    come, call `synchronize()` in each of them before one reads the model. Results of `run` and `reduce` are those
     of all replicas, as ever. After a run that failed all replicas go on from replica 0.
 
     With `sync_every=1`, no outer optimizer and SGD without momentum it equals `MirroredStrategy`. Where several
@@ -69,6 +71,9 @@ class LocalSGDStrategy(Replicated[LocalReplicas]):
         worker_timeout_s: float = 1800.0,
     ) -> None:
         context.require_controller("LocalSGDStrategy()")
+        require_seconds(
+            stall_timeout_s=stall_timeout_s, join_timeout_s=join_timeout_s, worker_timeout_s=worker_timeout_s
+        )
         if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
             raise StrategyError(f"sync_every is a whole number of steps from 1 up, got {sync_every!r}")
         if outer_optimizer is not None and not callable(outer_optimizer):

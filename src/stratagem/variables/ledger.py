@@ -11,7 +11,7 @@ Without one every replica trains alone, and all gradients are LOCAL.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
@@ -73,7 +73,7 @@ class Ledger:
     def __init__(self, replica: Participant, transport: Transport | None) -> None:
         self._replica = replica
         self._transport = transport
-        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._parameters: dict[int, Callable[[], torch.Tensor | None]] = {}
         self._labels: dict[int, str] = {}
         self._local: set[int] = set()
         # Of the pass under way: GLOBAL gradients of passes before it, and LOCAL ones where it does not count.
@@ -88,10 +88,10 @@ class Ledger:
 
     # Parameters
 
-    def add(self, parameters: Mapping[int, torch.Tensor], labels: Mapping[int, str]) -> None:
-        """Takes parameters by name, in the order of their making."""
+    def add(self, parameters: Mapping[int, torch.Tensor | None], labels: Mapping[int, str]) -> None:
+        """Takes parameters by name, in the order of their making; `None` for those that the program has dropped."""
         for name, parameter in parameters.items():
-            self._parameters[name] = weakref.ref(parameter)
+            self._parameters[name] = _dropped if parameter is None else weakref.ref(parameter)
             self._labels[name] = labels[name]
 
     def drop(self, names: Set[int]) -> None:
@@ -155,9 +155,9 @@ class Ledger:
     def _sum(self, transport: Transport) -> None:
         """Gives every replica the sums, with the gradients that were there before."""
         gradients = {name: each.grad for name, each in self.parameters() if each.grad is not None}
+        present, all_finite = transport.sum(gradients)
         if self._replica.recipe.unused == "error":
             self._refuse_unused(gradients)
-        present, all_finite = transport.sum(gradients)
         if not all_finite:
             self._find_culprits(gradients)
         total, set_aside = transport.total, self._set_aside
@@ -277,6 +277,10 @@ class Ledger:
     def forget_gradients(self) -> None:
         """In the controller, after a run that failed: what others have is not known."""
         self._marks = dict.fromkeys(self._parameters, None)
+
+
+def _dropped() -> None:
+    """In the place of a reference to a parameter that is gone."""
 
 
 def _has_gradient(parameter: torch.Tensor | None) -> bool:

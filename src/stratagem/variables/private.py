@@ -64,6 +64,7 @@ class PrivateCopies(Copies):
         self._before: dict[int, torch.Tensor] = {}
         self._forms: dict[int, Any] = {}
         self._marks: dict[int, Any] = {}
+        self._failed = False
 
     # Distributed tensors
 
@@ -101,6 +102,9 @@ class PrivateCopies(Copies):
                 self._before[each.name] = tensor.detach().clone()
 
     def drop(self, names: set[int]) -> None:
+        """Not on several machines, where the garbage collector may have been earlier on one than on another."""
+        if self._runtime.recipe.num_machines > 1:
+            return
         self.ledger.drop(names)
         if self._buckets is not None:
             self._buckets.drop(names)
@@ -111,7 +115,8 @@ class PrivateCopies(Copies):
     # Between runs
 
     def take_written(self) -> Written:
-        written = Written()
+        failed, self._failed = self._failed, False
+        written = Written(after_failure=failed)
         for name, parameter in self.ledger.parameters():
             self._check_form(name, parameter)
             if mark(parameter) != self._marks.get(name):
@@ -141,7 +146,7 @@ class PrivateCopies(Copies):
         self.ledger.note_gradients()
 
     def forget_state(self) -> None:
-        self._before, self._marks = {}, {}
+        self._before, self._marks, self._failed = {}, {}, True
         self.ledger.forget_gradients()
 
     # A run

@@ -112,7 +112,7 @@ class SharedCopies(Copies):
         self._windows.add(store, exchange)
         live = {each.name: tensor for each, tensor in zip(store.placements, store.tensors, strict=True)}
         labels = {placement.name: placement.label for placement in store.placements}
-        self.ledger.add({name: tensor for name, tensor in live.items() if tensor is not None}, labels)
+        self.ledger.add(live, labels)  # the same names in all replicas, whatever has been dropped where
 
     def drop(self, names: set[int]) -> None:
         """Lets go of memory that nothing else is in.

@@ -27,6 +27,9 @@ from stratagem.variables.participant import Located, Updating
 from stratagem.variables.slots import Form, Layout, Part, Slots, blocks, forms_of
 from stratagem.variables.store import Placement, laid_out, piece
 
+# What a gradient scaler gives a fused optimizer for the time of a step.
+_SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
+
 
 def can_be_split(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer does the same to every element, whatever its neighbours."""
@@ -96,6 +99,8 @@ class SplitUpdate:
             if number not in gradients:  # once for all blocks of a parameter
                 gradients[number] = laid_out(parameter.grad, self._placement(parameter))
             part.grad = piece(gradients[number], first, last)
+        for name in _SCALER_ATTRIBUTES:
+            setattr(self._inner, name, getattr(self.optimizer, name, None))
         with torch.no_grad():
             self._bare_step(self._inner)
         if self._unshared:
@@ -223,5 +228,5 @@ class SplitUpdate:
 def _signature(group: Mapping[str, Any]) -> Any:
     """Differs where a group may have other state: of other parameters, or by options that are on and were off."""
     parameters = group["params"]
-    options = {key: bool(value) for key, value in group.items() if key != "params"}
+    options = {key: bool(value) for key, value in group.items() if key not in ("params", "lr", "initial_lr")}
     return list(map(id, parameters)), [each.requires_grad for each in parameters], options

@@ -152,7 +152,7 @@ def forms_of(
     """
     shape = (2,) if is_flat else tuple(parameter.shape)
     found = optimizer.state.get(parameter)
-    if found:
+    if found and (parameter.dim() or not is_flat):  # of a single number a state does not show what is of its shape
         shape = tuple(parameter.shape)
     else:
         few = (min(2, shape[0]), *shape[1:]) if is_table else shape

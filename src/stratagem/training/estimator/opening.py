@@ -84,6 +84,7 @@ class SessionOpener:
         structure = training_state.structure_of(features)
 
         def save(session: EstimatorSession, finished: bool) -> str:
+            strategy.synchronize()
             state = training_state.state_of(session, structure, finished=finished)
             step, keep_max = session.global_step, self._config.keep_checkpoint_max
             try:
