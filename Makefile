@@ -24,7 +24,8 @@ demo: $(READY)  ## Train a network on one device and on 2 and 4 logical devices,
 	@$(RUN)/stratagem devices
 	@$(RUN)/python examples/demo.py
 
-PYTEST := $(RUN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three on two cores: many tests wait for other processes.
+PYTEST := $(RUN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(READY)  ## Run all tests but those of `soak`
 	@$(PYTEST)

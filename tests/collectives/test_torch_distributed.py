@@ -1,8 +1,5 @@
 """What only the collective of torch.distributed does; what all do is in tests/contracts."""
 
-import gc
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,10 +60,6 @@ def look_around(rank: int, size: int, path: str) -> dict[str, Any]:
     return {**found, "left": (num_threads() - before[0], sockets() - before[1])}
 
 
-def collect_garbage(rank: int, size: int) -> int:
-    return gc.collect()
-
-
 def test_gloo_is_bound_to_loopback_only(replicas: Replicas, path: str) -> None:
     for found in replicas.run(3, look_around, path):
         assert found["addresses"] == {LOOPBACK}
@@ -76,14 +69,12 @@ def test_default_group_of_the_user_is_not_touched(replicas: Replicas, path: str)
     assert not any(found["default group"] for found in replicas.run(2, look_around, path))
 
 
-def test_close_leaves_no_socket_thread_or_file(replicas: Replicas, path: str) -> None:
+def test_close_leaves_no_socket_or_thread(replicas: Replicas, path: str) -> None:
+    # Nor a file: torch removes it only if nobody lets go of the store at the same time, so that it lies in a folder
+    # that whoever connects replicas removes (`engine/connecting`).
     for found in replicas.run(3, look_around, path):
         assert found["more"] == (True, True)
         assert found["left"] == (0, set())
-    deadline = time.monotonic() + PATIENCE_S
-    while os.listdir(Path(path).parent):  # the last to let go of the store removes its file
-        assert time.monotonic() < deadline
-        replicas.run(3, collect_garbage)
 
 
 def sum_buckets(rank: int, size: int, path: str, dtype: torch.dtype) -> list[torch.Tensor]:

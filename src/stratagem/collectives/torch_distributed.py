@@ -212,7 +212,7 @@ class TorchDistributed(Collective):
         for group in (self._nccl, self._gloo):
             if group is not None:
                 group.shutdown()
-        # The last replica to let go of the store removes its file.
+        # The file of the store is removed by who made its folder: torch does so only if all let go one by one.
         self._thread = self._last = self._nccl = self._gloo = self._store = None
 
     def cut(self) -> None:
