@@ -1,5 +1,6 @@
 """What only the collective of torch.distributed does; what all do is in tests/contracts."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
