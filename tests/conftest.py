@@ -49,6 +49,10 @@ _LONGEST = (
 )
 
 
+# Files that start programs, or wait for faults to be noticed, without the fixtures that say so.
+_SLOW_FILES = ("test_children", "test_batch_norm", "test_cluster_session", "test_faults", "test_launch", "test_token")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start replica processes are slow; `make check` leaves them out."""
     ranks = {name: rank for rank, name in enumerate(_LONGEST)}
@@ -58,7 +62,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (
             "fork_server" in getattr(item, "fixturenames", ())
             or item.path.parent.name in folders
-            or item.path.stem == "test_children"
+            or item.path.stem in _SLOW_FILES
+            or item.path.stem.startswith("test_examples")
         ):
             item.add_marker(pytest.mark.slow)
 
