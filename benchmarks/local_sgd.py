@@ -31,7 +31,7 @@ def loopback_bytes() -> int:
 
 
 def measure(model: str, rounds: int) -> list[tuple[str, ...]]:
-    """Two workers with one replica each: examples per second, and megabytes on loopback in a whole run."""
+    """Two workers with one replica each: steps per second, and megabytes on loopback in a whole run."""
     programs = {name: Program(name, 2) for name in ("workers", "local_sgd")}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
     for number in range(rounds):
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that no run is left behind
-    columns = ("program", "examples/s", "of summed gradients", "MB on loopback in all")
+    columns = ("program", "steps/s", "of summed gradients", "MB on loopback in all")
     show(f"2 workers of 1, {options.model}", columns, measure(options.model, options.rounds))
     title = f"loss on the digits after {options.epochs} epochs, 2 replicas"
     show(title, ("strategy", "loss"), compare_losses(options.epochs))
