@@ -24,8 +24,9 @@ demo: $(READY)  ## Train a network on one device and on 2 and 4 logical devices,
 	@$(RUN)/stratagem devices
 	@$(RUN)/python examples/demo.py
 
-# Three on two cores: many tests wait for other processes.
-PYTEST := $(RUN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Three on two cores: many tests wait for other processes. JOBS=2 is gentler.
+JOBS ?= 3
+PYTEST := $(RUN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: $(READY)  ## Run all tests but those of `soak`
 	@$(PYTEST)
