@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 
 from stratagem.errors import StrategyError
-from stratagem.variables.ledger import Summed
+from stratagem.variables.ledger import Summed, gather_numbers
 from stratagem.variables.participant import Participant
 
 BUCKET_BYTES = 25 * 2**20
@@ -114,7 +114,7 @@ class Buckets:
                 self._require_dense(name, gradient)
                 bucket.put(name, gradient)  # left by passes without a sum
         # Before anything waits for a sum: this wait for the others can be ended, and knows who is missing.
-        states = self._gather([self._state_of(name) for name in self._known])
+        states = gather_numbers(self._replica.collective, [self._state_of(name) for name in self._known])
         found = dict(zip(self._known, states.amax(dim=0).tolist(), strict=True))
         while self._num_started < len(self._buckets):
             bucket = self._buckets[self._num_started]
@@ -158,15 +158,12 @@ class Buckets:
                 f"cannot sum; use sparse=False in its nn.Embedding"
             )
 
-    def _gather(self, numbers: Sequence[int]) -> torch.Tensor:
-        return torch.stack(self._replica.collective.all_gather(torch.tensor(numbers, dtype=torch.int64)))
-
     def _lay_out(self) -> None:
         """Packs the parameters that want gradients into buckets, when they are others than before."""
         wanted = [known.wants_gradient() for known in self._known.values()]
         if wanted == self._wanted:
             return
-        rows = self._gather([int(each) for each in wanted])
+        rows = gather_numbers(self._replica.collective, [int(each) for each in wanted])
         for known, column in zip(self._known.values(), rows.T.tolist(), strict=True):
             if len(set(column)) > 1:
                 raise StrategyError(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, final
 import torch
 
 from stratagem import _torch
-from stratagem.collectives.collective import is_finite
+from stratagem.collectives.collective import Collective, is_finite
 from stratagem.errors import StrategyError
 from stratagem.variables.participant import Participant
 
@@ -51,6 +51,11 @@ class Transport(Protocol):
 
     def abandon(self) -> None:
         """Cleans up after a pass that has failed."""
+
+
+def gather_numbers(collective: Collective, numbers: Sequence[int]) -> torch.Tensor:
+    """The small numbers of all replicas, a row for each."""
+    return torch.stack(collective.all_gather(torch.tensor(numbers, dtype=torch.int64)))
 
 
 def mark(tensor: torch.Tensor | None) -> Any:
@@ -193,7 +198,10 @@ class Ledger:
         next sum counts it once.
         """
         own = dict(self.parameters())
-        touched = self._gather([name in self._set_aside and _has_gradient(own.get(name)) for name in self._parameters])
+        touched = gather_numbers(
+            self._replica.collective,
+            [name in self._set_aside and _has_gradient(own.get(name)) for name in self._parameters],
+        )
         anywhere = dict(zip(self._parameters, touched.amax(dim=0).tolist(), strict=True))
         for name, parameter in own.items():
             before, gradient = self._set_aside.get(name), parameter.grad
@@ -211,12 +219,8 @@ class Ledger:
 
     # What all replicas know
 
-    def _gather(self, numbers: Sequence[int]) -> torch.Tensor:
-        """The small numbers of all replicas, a row for each."""
-        return torch.stack(self._replica.collective.all_gather(torch.tensor(numbers, dtype=torch.int64)))
-
     def _refuse_unused(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        rows = self._gather([name in gradients for name in self._parameters])
+        rows = gather_numbers(self._replica.collective, [name in gradients for name in self._parameters])
         ranks = [rank for rank, counts in enumerate(self._replica.all_counted) if counts]
         for label, column in zip(self._labels.values(), rows.T.tolist(), strict=True):
             having = [rank for rank in ranks if column[rank]]
@@ -234,7 +238,7 @@ class Ledger:
             for number, name in enumerate(self._parameters, start=1)
             if name in gradients and not gradients[name].isfinite().all()
         ]
-        firsts = self._gather([bad[0] if bad else 0]).flatten().tolist()
+        firsts = gather_numbers(self._replica.collective, [bad[0] if bad else 0]).flatten().tolist()
         labels = list(self._labels.values())
         found = [(rank, labels[first - 1]) for rank, first in enumerate(firsts) if first]
         self.culprits = found or [(0, "a sum that is too large")]
