@@ -6,7 +6,7 @@ RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak test-busy check format bench clean
+.PHONY: help setup demo test soak test-keras test-busy check format bench clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 11
@@ -33,6 +33,10 @@ test: $(READY)  ## Run all tests but those of `soak`
 
 soak: $(READY)  ## Run what repeats a promise over many parameters; SHARE=2/4 takes a part, MINUTES=5 stops early
 	@$(PYTEST) --soak $(if $(SHARE),--soak-share $(SHARE)) $(if $(MINUTES),--soak-minutes $(MINUTES))
+	@$(if $(SHARE)$(MINUTES),,$(RUN)/python -m tests.keras_own)
+
+test-keras: $(READY)  ## Run Keras' own tests plain and in a scope of two replicas, and compare; part of a whole `soak`
+	@$(RUN)/python -m tests.keras_own
 
 test-busy: $(READY)  ## Run all tests five times while two processes burn both cores; REPEAT=1 runs them once
 	@$(RUN)/python -m tests.busy --repeat $(or $(REPEAT),5) -- $(PYTEST)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 import stratagem as sg
-from stratagem import _env
+from stratagem import _env, _integrations
 from stratagem.devices import inventory as inventory_module
 from stratagem.devices.device import LogicalDeviceConfiguration
 from stratagem.devices.inventory import Inventory
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start replica processes are slow; `make check` leaves them out."""
     ranks = {name: rank for rank, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(ranks)))
-    folders = ("contracts", "faults", "collectives", "engine", "strategies", "variables")
+    folders = ("contracts", "foreign", "faults", "collectives", "engine", "strategies", "variables")
     for item in items:
         if (
             "fork_server" in getattr(item, "fixturenames", ())
@@ -70,8 +70,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[None]:
-    """Keeps one fork server for all tests: starting one takes seconds, forking from it does not."""
-    launcher.acquire()
+    """Keeps one fork server for all tests: starting one takes seconds, forking from it does not.
+
+    It also imports what the first `zero_grad` of a process imports, for a second: that of each replica, otherwise.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_integrations._IN_CHILDREN, "torch", ("torch._dynamo", "stratagem.engine.child_calls"))
+        launcher.acquire()
     yield
     launcher.release()
 
@@ -86,7 +91,7 @@ def forked_tasks() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def keras_programs() -> Iterator[nursery.Nursery]:
     """Where programs that use Keras are forked from; no other has it unasked."""
-    made = nursery.Nursery("keras", "stratagem.training.keras.keras_objects", "stratagem.training.keras.steps")
+    made = nursery.Nursery.start("keras", "stratagem.training.keras.keras_objects", "stratagem.training.keras.steps")
     yield made
     made.close()
 

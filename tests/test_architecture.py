@@ -17,9 +17,12 @@ LAYERS = (
     *("inputs", "strategies", "training", "tools", "cli"),
 )
 APART = {"graphs": ("devices", "placement", "cluster")}  # which nothing imports
-BASE = {"errors", "_env", "_caller", "_checks", "_clock", "_dtypes", "_integrations", "_torch", "_tree"}
+BASE = {
+    *("errors", "_env", "_caller", "_checks", "_clock", "_dtypes", "_integrations", "_tensorflow_names", "_torch"),
+    *("_tree", "_turns"),
+}
 # The public face: may show anything, and nothing inside may look back at it.
-FACE = {"__init__", "__main__", "config", "estimator"}
+FACE = {"__init__", "__main__", "config", "estimator", "metrics"}
 
 FORBIDDEN = (
     "pickle",

@@ -54,7 +54,7 @@ def _beginning(line: str) -> str:
     return "─" if first.startswith("─") else first
 
 
-def test_examples_in_docstrings_run() -> None:
+def test_examples_in_docstrings_run(fork_server: None) -> None:
     results = {module: doctest.testmod(importlib.import_module(module)) for module in MODULES}
     assert not [module for module, result in results.items() if result.failed]
     assert sum(result.attempted for result in results.values()) > 20

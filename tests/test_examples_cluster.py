@@ -1,7 +1,6 @@
 """Runs the example for clusters as a user would: alone, and with two workers."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,8 @@ def lines_of(done: "subprocess.CompletedProcess[str]") -> list[str]:
 def test_two_workers_print_once_and_learn_what_one_learns(tmp_path: Path, forked_tasks: None) -> None:
     own = ["--epochs", "2", "--save"]
     alone = lines_of(nursery.run([EXAMPLE, *own, tmp_path / "alone.pt"], 110))
-    command = [sys.executable, "-m", "stratagem", "run", "--workers", "2", "--devices", "cpu:1"]
-    command += [str(EXAMPLE), *own, str(tmp_path / "together.pt")]
-    together = lines_of(subprocess.run(command, capture_output=True, text=True, timeout=110, check=False))
+    command = ["-m", "stratagem", "run", "--workers", "2", "--devices", "cpu:1", EXAMPLE]
+    together = lines_of(nursery.run([*command, *own, tmp_path / "together.pt"], 110, launches=True))
     assert alone[0] == "1 replicas"
     assert together[0] == "2 replicas"
     assert together[1:] == alone[1:]

@@ -1,20 +1,21 @@
 """Runs the examples of parameter servers in a cluster as a user would, and checks what they show."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.cluster import nursery
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
+
+pytestmark = pytest.mark.usefixtures("forked_tasks")
 
 
 def launched(name: str, folder: Path, *options: str) -> str:
     """What all tasks of a cluster have printed."""
-    command = [sys.executable, "-m", "stratagem", "run", "--workers", "2", "--ps", "1", "--evaluator", "-v"]
-    command += [str(EXAMPLES / name), str(folder), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    command = ["-m", "stratagem", "run", "--workers", "2", "--ps", "1", "--evaluator", "-v"]
+    done = nursery.run([*command, EXAMPLES / name, folder, *options], 110, launches=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

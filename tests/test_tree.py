@@ -1,6 +1,7 @@
 """What counts as a nesting, and what a walk over one keeps."""
 
 import collections
+import dataclasses
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +14,34 @@ from stratagem import _tree
 class Pair(NamedTuple):
     one: Any
     two: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    one: Any
+    two: Any = 0
+
+    def __post_init__(self) -> None:
+        if self.two == "made":
+            raise RuntimeError("a record is copied, not made again")
+
+
+@dataclasses.dataclass
+class Rows:
+    """A dataset that is written as a dataclass is no record."""
+
+    rows: list[int]
+
+    def __getitem__(self, index: int) -> int:
+        return self.rows[index]
+
+
+class Encoding(collections.UserDict[str, Any]):
+    """Has attributes of its own, as Hugging Face's."""
+
+    def __init__(self, data: dict[str, Any], num_sequences: int) -> None:
+        super().__init__(data)
+        self.num_sequences = num_sequences
 
 
 class OwnList(list[int]):
@@ -108,3 +137,32 @@ def test_namedtuples_are_told_from_tuples() -> None:
     assert _tree.is_namedtuple(Pair(1, 2))
     assert not _tree.is_namedtuple((1, 2))
     assert not _tree.is_namedtuple(torch.Size([1]))
+
+
+def test_records_are_containers_that_keep_their_class_and_other_attributes() -> None:
+    value = [Record(1, Encoding({"a": 2, "b": [3]}, 7)), Encoding({}, 8)]
+    mapped = _tree.map(str, value)
+    assert mapped == [Record("1", Encoding({"a": "2", "b": ["3"]}, 7)), Encoding({}, 8)]
+    assert mapped[0].two.num_sequences == 7
+    found, form = _tree.flatten(value)
+    assert found == _tree.leaves(value) == [1, 2, 3]
+    again = _tree.unflatten([4, 5, 6], form)
+    assert again == [Record(4, Encoding({"a": 5, "b": [6]}, 7)), Encoding({}, 8)]
+    assert _tree.structure(again) == form != _tree.structure([Record(1), Encoding({}, 8)])
+
+
+def test_record_of_which_nothing_changes_is_itself() -> None:
+    value = Record(1, Encoding({"a": 2}, 7))
+    assert _tree.map(lambda each: each, value) is value
+
+
+@pytest.mark.parametrize("value", [Rows([1]), torch.nn.Linear(1, 1), Record])
+def test_what_behaves_like_data_or_a_function_is_no_record(value: Any) -> None:
+    assert _tree.leaves(value) == [value]
+
+
+def test_too_few_and_too_many_leaves_are_refused() -> None:
+    form = _tree.structure([1, 2])
+    for found in ([1], [1, 2, 3]):
+        with pytest.raises(ValueError, match="leaves than the structure"):
+            _tree.unflatten(found, form)

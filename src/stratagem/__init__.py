@@ -7,12 +7,16 @@ import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from stratagem import _integrations, _tensorflow_names
+
 if TYPE_CHECKING:
     from stratagem import cluster as cluster
     from stratagem import config as config
     from stratagem import devices as devices
     from stratagem import errors as errors
     from stratagem import estimator as estimator
+    from stratagem import metrics as metrics
+    from stratagem._tensorflow_names import ReduceOp as ReduceOp
     from stratagem.cluster import ClusterSpec as ClusterSpec
     from stratagem.cluster import Server as Server
     from stratagem.cluster.ray.ray_cluster import RayCluster as RayCluster
@@ -20,7 +24,6 @@ if TYPE_CHECKING:
     from stratagem.devices import LogicalDevice as LogicalDevice
     from stratagem.devices import OutOfMemoryError as OutOfMemoryError
     from stratagem.devices import PhysicalDevice as PhysicalDevice
-    from stratagem.engine.context import get_replica_context as get_replica_context
     from stratagem.engine.context import has_strategy as has_strategy
     from stratagem.engine.context import in_cross_replica_context as in_cross_replica_context
     from stratagem.errors import StratagemError as StratagemError
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from stratagem.graphs.graph import add_n as add_n
     from stratagem.graphs.graph import assign as assign
     from stratagem.graphs.graph import constant as constant
+    from stratagem.graphs.graph import container as container
     from stratagem.graphs.graph import get_default_graph as get_default_graph
     from stratagem.graphs.graph import get_variable as get_variable
     from stratagem.graphs.graph import global_variables_initializer as global_variables_initializer
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
     from stratagem.placement import device_of as device_of
     from stratagem.placement import log_placement as log_placement
     from stratagem.placement import place as place
+    from stratagem.placement import spread_variables as spread_variables
     from stratagem.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
     from stratagem.strategies.coordinator import ClusterCoordinator as ClusterCoordinator
     from stratagem.strategies.coordinator import RemoteValue as RemoteValue
@@ -58,20 +63,23 @@ if TYPE_CHECKING:
     from stratagem.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from stratagem.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from stratagem.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+    from stratagem.strategies.one_device import get_replica_context as get_replica_context
     from stratagem.strategies.one_device import get_strategy as get_strategy
     from stratagem.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
     from stratagem.strategies.strategy import Strategy as Strategy
     from stratagem.training.average_loss import compute_average_loss as compute_average_loss
+    from stratagem.training.average_loss import scale_regularization_loss as scale_regularization_loss
     from stratagem.training.averaging import ExponentialMovingAverage as ExponentialMovingAverage
     from stratagem.training.batch_norm import convert_sync_batchnorm as convert_sync_batchnorm
     from stratagem.training.learning_rates import WarmUp as WarmUp
     from stratagem.training.learning_rates import scale_learning_rate as scale_learning_rate
     from stratagem.training.towers import average_gradients as average_gradients
+    from stratagem.variables.aggregation import aggregate as aggregate
 
 __version__ = "0.1.0.dev0"
 
 # What `sg.NAME` is: a module of its own, or a name inside one.
-_MODULES = ("cluster", "config", "devices", "errors", "estimator")
+_MODULES = ("cluster", "config", "devices", "errors", "estimator", "metrics")
 _NAMES = {
     "Async": "parameters.consistency",
     "BoundedStaleness": "parameters.consistency",
@@ -96,6 +104,7 @@ _NAMES = {
     "ParameterServerStrategy": "strategies.parameter_server",
     "PerReplica": "objects.per_replica",
     "PhysicalDevice": "devices",
+    "ReduceOp": "_tensorflow_names",
     "RayCluster": "cluster.ray.ray_cluster",
     "RemoteValue": "strategies.coordinator",
     "Server": "cluster",
@@ -106,15 +115,17 @@ _NAMES = {
     "Synchronous": "parameters.consistency",
     "WarmUp": "training.learning_rates",
     "add_n": "graphs.graph",
+    "aggregate": "variables.aggregation",
     "assign": "graphs.graph",
     "average_gradients": "training.towers",
     "compute_average_loss": "training.average_loss",
     "constant": "graphs.graph",
+    "container": "graphs.graph",
     "convert_sync_batchnorm": "training.batch_norm",
     "device": "placement",
     "device_of": "placement",
     "get_default_graph": "graphs.graph",
-    "get_replica_context": "engine.context",
+    "get_replica_context": "strategies.one_device",
     "get_strategy": "strategies.one_device",
     "get_variable": "graphs.graph",
     "global_variables_initializer": "graphs.graph",
@@ -125,11 +136,15 @@ _NAMES = {
     "placeholder": "graphs.graph",
     "reset_default_graph": "graphs.graph",
     "scale_learning_rate": "training.learning_rates",
+    "scale_regularization_loss": "training.average_loss",
+    "spread_variables": "placement",
     "TensorSpec": "graphs.trace",
     "trace": "graphs.trace",
 }
 
 __all__ = [*_MODULES, *_NAMES, "__version__"]  # noqa: PLE0604  # all are names
+
+_integrations.prepare()
 
 
 def __getattr__(name: str) -> Any:
@@ -137,6 +152,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"stratagem.{name}")
     if name in _NAMES:
         return getattr(importlib.import_module(f"stratagem.{_NAMES[name]}"), name)
+    if (found := _tensorflow_names.find(name)) is not None:
+        return found
     close = difflib.get_close_matches(name, __all__, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(__all__)}"
     raise AttributeError(f"module 'stratagem' has no attribute {name!r}{hint}")

@@ -20,6 +20,7 @@ TOKEN_FILE = "STRATAGEM_TOKEN_FILE"  # noqa: S105  # a path, not the secret
 PORT = "STRATAGEM_PORT"
 NUM_TASKS = "STRATAGEM_NUM_TASKS"
 SERVICE = "STRATAGEM_SERVICE"
+HEARTBEAT_TIMEOUT = "STRATAGEM_HEARTBEAT_TIMEOUT"
 
 # What the starters of clusters set for the tasks that they start.
 TORCHRUN = (
@@ -40,7 +41,7 @@ RAY_ON_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 SET_BY_RAY = (RAY_AUTH_MODE, "RAY_CLIENT_MODE", "RAY_USAGE_STATS_ENABLED", "PYTHONBREAKPOINT")
 
 _PREFIX = "STRATAGEM_"
-_OWN = (SIMULATE, DEVICES, TOKEN_FILE, PORT, NUM_TASKS, SERVICE)
+_OWN = (SIMULATE, DEVICES, TOKEN_FILE, PORT, NUM_TASKS, SERVICE, HEARTBEAT_TIMEOUT)
 
 
 def simulate() -> str | None:
@@ -56,6 +57,20 @@ def devices() -> str | None:
 def cuda_visible_devices() -> str | None:
     """Which GPUs the CUDA driver shows to this process; unset means all, empty means none."""
     return os.environ.get(CUDA_VISIBLE_DEVICES)
+
+
+def device_variables() -> tuple[str | None, ...]:
+    """The variables that decide which devices there are."""
+    return simulate(), devices(), cuda_visible_devices()
+
+
+def take_device_variables(values: tuple[str | None, ...]) -> None:
+    """Sets them as another process of this program has them."""
+    for name, value in zip((SIMULATE, DEVICES, CUDA_VISIBLE_DEVICES), values, strict=True):
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def tf_config() -> str | None:
@@ -116,6 +131,11 @@ def num_tasks() -> str | None:
 def service() -> str | None:
     """The Kubernetes service in which the tasks have their host names."""
     return os.environ.get(SERVICE)
+
+
+def heartbeat_timeout() -> str | None:
+    """After how many seconds without a sign of life a task is lost; `stratagem run --heartbeat-timeout` sets it."""
+    return os.environ.get(HEARTBEAT_TIMEOUT)
 
 
 def python_path() -> list[str]:

@@ -1,5 +1,6 @@
 """Connects libraries that a program uses beside torch, once it uses them.
 
+What a program may use before there is a strategy is there once both are imported; the rest comes with the first scope.
 The parts that know such a library stand above the strategies; they are named here, not imported.
 """
 
@@ -12,22 +13,48 @@ from types import ModuleType
 from typing import Any, final
 
 _INTEGRATIONS = {"keras": "stratagem.training.keras.fit"}
-# What children of a program that uses such a library need of it.
-_IN_CHILDREN = {"keras": ("stratagem.training.keras.keras_objects", "stratagem.training.keras.steps")}
+# What such a library lacks until stratagem is there, too: a program may make its model before any scope.
+_EARLY = {"keras": "stratagem.training.keras.synchronized_norm"}
+# What children need of a module that the program has imported.
+_IN_CHILDREN = {
+    "stratagem.engine.child_calls": ("stratagem.engine.child_calls",),
+    "keras": ("stratagem.training.keras.keras_objects", "stratagem.training.keras.steps"),
+}
+# Classes of torch's that replicas do in another way.
+_ADAPTED = {"torch.nn.modules.batchnorm.SyncBatchNorm": "stratagem.training.batch_norm"}
+
+
+def prepare() -> None:
+    """Gives every known library what it lacks: at once if the program has imported it, otherwise when it does."""
+    for library in _INTEGRATIONS:
+        if library in sys.modules:
+            _prepare(library)
+    sys.meta_path.insert(0, _imports)
 
 
 def connect() -> None:
     """Connects every known library that the program has imported, and the others as soon as it imports them."""
+    _imports.connects = True
     for library in _INTEGRATIONS:
         if library in sys.modules:
             _install(library)
-    if _imports not in sys.meta_path and not sys.modules.keys() >= _INTEGRATIONS.keys():
-        sys.meta_path.insert(0, _imports)
+
+
+def adapt(obj: Any) -> None:
+    """Lets an object of torch's that talks to other processes do so in the way of a strategy."""
+    kind = type(obj)
+    if module := _ADAPTED.get(f"{kind.__module__}.{kind.__qualname__}"):
+        importlib.import_module(module).adapt(obj)
 
 
 def modules_for_children() -> list[str]:
     """What to import once, before children are forked, rather than in each of them."""
-    return [module for library in _IN_CHILDREN if library in sys.modules for module in _IN_CHILDREN[library]]
+    return [module for used in _IN_CHILDREN if used in sys.modules for module in _IN_CHILDREN[used]]
+
+
+def _prepare(library: str) -> None:
+    if "torch" in sys.modules:  # otherwise it runs on something else
+        importlib.import_module(_EARLY[library]).connect()
 
 
 def _install(library: str) -> None:
@@ -36,7 +63,9 @@ def _install(library: str) -> None:
 
 @final
 class _Imports(importlib.abc.MetaPathFinder):
-    """Sees to libraries that a program imports inside a scope: what it makes there is distributed already."""
+    """Sees to libraries that a program imports later, perhaps inside a scope: what it makes there is distributed."""
+
+    connects = False  # whether there has been a scope
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -45,7 +74,10 @@ class _Imports(importlib.abc.MetaPathFinder):
         if fullname not in _INTEGRATIONS:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)  # somebody may only ask whether there is one
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec
@@ -67,7 +99,9 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._own
         self._own.exec_module(module)
-        _install(module.__name__)
+        _prepare(module.__name__)
+        if _imports.connects:
+            _install(module.__name__)
 
 
 _imports = _Imports()

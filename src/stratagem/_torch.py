@@ -7,12 +7,17 @@ where they are used for every tensor. The overrides of torch's symbolic shapes s
 """
 
 import contextlib
+import functools
+import gc
 import importlib
+import inspect
 import logging
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from types import FunctionType
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed
@@ -21,13 +26,15 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as _shapes_config
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.utils import parametrize
 from torch.optim import optimizer as _optimizers
 from torch.overrides import _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.data._utils.pin_memory import pin_memory
 
-__all__ = ["BatchNorm", "DeviceContext", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "pin_memory"]
+from stratagem.errors import StrategyError
+
+__all__ = ["BatchNorm", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "pin_memory"]
 
 _any_torch: Final[Any] = torch  # whose annotations leave some of these out
 
@@ -48,8 +55,151 @@ sparse_values: Final[Callable[[torch.Tensor], torch.Tensor]] = _any_torch.Tensor
 wrapper_subclass: Final = _any_torch.Tensor._make_wrapper_subclass
 """Makes a tensor of a subclass that has a form and no memory."""
 
-post_accumulate_hooks: Final[Callable[[Any], Any]] = operator.attrgetter("_post_accumulate_grad_hooks")
-"""The hooks of `register_post_accumulate_grad_hook` on a parameter; `None` or empty without any."""
+_hooks_of: Final[Callable[[Any], Any]] = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+"""The hooks of `register_hook` and of `register_post_accumulate_grad_hook` on a tensor; `None` or empty without any."""
+
+
+class DataReads:
+    """Notes whose `.data` the program takes or sets, and what they are then: torch does not count writes through it."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._num_watching = 0
+
+    def watch(self) -> None:
+        """Begins to note, for the whole process."""
+        self._num_watching += 1
+        if self._num_watching > 1:
+            return
+        data = torch._C.TensorBase.data
+
+        def take(parameter: torch.Tensor) -> torch.Tensor:
+            self._note(parameter)
+            return data.__get__(parameter)  # type: ignore[attr-defined,no-any-return]
+
+        def put(parameter: torch.Tensor, value: torch.Tensor) -> None:
+            self._note(parameter)
+            data.__set__(parameter, value)  # type: ignore[attr-defined]
+
+        torch.nn.Parameter.data = property(take, put)  # type: ignore[assignment]
+
+    def unwatch(self) -> None:
+        """Ends that."""
+        self._num_watching -= 1
+        if not self._num_watching:
+            del torch.nn.Parameter.data
+            self._by_id.clear()
+
+    def are_known(self, parameters: Iterable[torch.Tensor]) -> None:
+        """What was written to some parameters is known; those whose memory others still hold stay noted."""
+        for parameter in parameters:
+            if self._by_id.pop(id(parameter), None) is not None and num_storage_users(parameter) > _NUM_OWN_USERS:
+                self._note(parameter)
+
+    def has_written(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is not what it was when its `.data` was first taken."""
+        _, before = self._by_id.get(id(parameter), (None, None))
+        return before is not None and not torch.equal(before, parameter.detach())
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        key = id(parameter)
+        if key not in self._by_id and not torch.nn.parameter.is_lazy(parameter):
+            reference = weakref.ref(parameter, lambda _: self._by_id.pop(key, None))
+            self._by_id[key] = reference, parameter.detach().clone()
+
+
+_NUM_OWN_USERS: Final = 2  # of a storage: its tensor, and the object that is asked
+
+data_reads: Final = DataReads()
+
+
+class LibraryHook(NamedTuple):
+    """A hook of stratagem's own on a parameter: it stays where the program's are taken off."""
+
+    function: Callable[[torch.Tensor], None]
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self.function(parameter)
+
+
+class TensorHooks(NamedTuple):
+    """The program's hooks of one parameter, in the dicts that torch calls them from."""
+
+    before: list[tuple[dict[int, Any], int, Any]]
+    after: list[tuple[dict[int, Any], int, Any]]
+
+    def put_back(self) -> None:
+        """Lets torch call them again."""
+        for own, number, hook in (*self.before, *self.after):
+            own[number] = hook
+
+    def call(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient that `register_hook`'s make of another."""
+        for _, _, hook in self.before:
+            made = hook(gradient)
+            gradient = gradient if made is None else made
+        return gradient
+
+    def call_after(self, parameter: torch.Tensor) -> None:
+        """Calls those that wait for the gradient to be accumulated."""
+        for _, _, hook in self.after:
+            hook(parameter)
+
+
+def program_hooks(tensor: torch.Tensor) -> tuple[list[Any], list[Any]] | None:
+    """The hooks that the program has put on a tensor, of both kinds; `None` if there are none."""
+    before, after = _hooks_of(tensor)
+    if not before and not after:
+        return None
+    found = tuple([hook for hook in (own or {}).values() if type(hook) is not LibraryHook] for own in (before, after))
+    return found if any(found) else None  # type: ignore[return-value]
+
+
+def set_program_hooks(tensor: torch.Tensor, hooks: tuple[list[Any], list[Any]] | None) -> None:
+    """Puts such hooks in the place of those that a tensor has."""
+    take_hooks(tensor)
+    before, after = hooks or ((), ())
+    for hook in before:
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in after:
+        tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def take_hooks(parameter: torch.Tensor) -> TensorHooks | None:
+    """Takes the program's hooks off a parameter; `None` if it has none."""
+    before, after = _hooks_of(parameter)
+    if not before and not after:
+        return None
+    taken = TensorHooks([], [])
+    for own, found in ((before, taken.before), (after, taken.after)):
+        for number, hook in list((own or {}).items()):
+            if getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook."):
+                raise StrategyError(
+                    "register_multi_grad_hook waits for gradients inside a backward pass, and those of the global "
+                    "batch are there after it; register a hook on each parameter, or look at .grad after backward()"
+                )
+            if type(hook) is not LibraryHook:
+                found.append((own, number, hook))
+                del own[number]
+    return taken if taken.before or taken.after else None
+
+
+def reduce_parametrized(obj: Any) -> Any:
+    """How a parametrized module travels, which torch lets nobody send; `NotImplemented` for all else."""
+    if not isinstance(obj, torch.nn.Module) or not parametrize.is_parametrized(obj):
+        return NotImplemented
+    parametrizations: Any = obj.parametrizations
+    base = parametrize.type_before_parametrizations(obj)
+    return _build_parametrized, (base, tuple(parametrizations.keys())), obj.__dict__
+
+
+def _build_parametrized(kind: type[torch.nn.Module], names: tuple[str, ...]) -> torch.nn.Module:
+    module = kind.__new__(kind)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
+
 
 foreach_copy_: Final = torch._foreach_copy_
 """Writes a list of tensors into another in one call; as its fellows, what torch's optimizers are made of."""
@@ -63,6 +213,20 @@ def num_storage_users(tensor: torch.Tensor) -> int:
     return int(_any_torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+def move_aliases(tensors: Sequence[torch.Tensor]) -> None:
+    """Gives all other tensors in the storages of some new ones with the same values, which they share as before."""
+    if not tensors:
+        return
+    others = {each.untyped_storage()._cdata: each.clone().untyped_storage() for each in tensors}
+    staying = set(map(id, tensors))
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, torch.nn.Parameter) and found.layout == torch.strided:
+            other = others.get(found.untyped_storage()._cdata)
+            if other is not None and id(found) not in staying:
+                place = found.storage_offset(), found.size(), found.stride()
+                found.data = torch.empty(0, dtype=found.dtype).set_(other, *place)
+
+
 # Modules
 
 MODULE_PARTS: Final = ("_modules", "_parameters", "_buffers")
@@ -74,6 +238,12 @@ MODULE_HOOKS: Final = (
 )
 """The dicts in which it holds its hooks."""
 
+OPTIMIZER_METHODS: Final = ("step", "state_dict", "load_state_dict", "zero_grad")
+"""Methods that somebody may replace on one optimizer."""
+
+OPTIMIZER_MARKS: Final = ("_opt_called",)
+"""What schedulers put on it."""
+
 buffers_of: Final[Callable[[torch.nn.Module], dict[str, torch.Tensor | None]]] = operator.attrgetter("_buffers")
 """The dict of a module's own buffers."""
 
@@ -81,6 +251,12 @@ buffers_of: Final[Callable[[torch.nn.Module], dict[str, torch.Tensor | None]]] =
 def check_input_dim(kind: Any, module: torch.nn.Module, value: torch.Tensor) -> None:
     """Refuses an input that a class of batch normalizations does not take."""
     kind._check_input_dim(module, value)
+
+
+def is_compiled(value: object) -> bool:
+    """Whether it is a function that `torch.compile` made; a compiled module is none."""
+    own = vars(value) if isinstance(value, FunctionType) else {}
+    return "_torchdynamo_orig_callable" in own and not own.get("_torchdynamo_disable", False)
 
 
 # Optimizers and schedulers
@@ -129,6 +305,40 @@ def sequence_number(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+def call_before_clips(function: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    """Lets a function be called with what `clip_grad_norm_` and its fellows are about to use, however imported.
+
+    These are parameters; for `get_total_norm` they are gradients. `GradScaler` comes there before it unscales, too.
+    """
+    found: Any = importlib.import_module("torch.nn.utils.clip_grad")
+    for each in (found.clip_grad_norm_, found.clip_grad_value_, found._get_total_norm):
+        cell = each.__closure__[each.__code__.co_freevars.index("func")]  # of the wrapper around it, since torch 2.6
+        cell.cell_contents = _with_list_first(function, cell.cell_contents)
+    scaler_kind: Any = torch.amp.GradScaler
+    original = scaler_kind._unscale_grads_
+
+    @functools.wraps(original)
+    def unscale(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        function([each for group in optimizer.param_groups for each in group["params"]])
+        return original(scaler, optimizer, *args, **kwargs)
+
+    scaler_kind._unscale_grads_ = unscale
+
+
+def _with_list_first(function: Callable[[list[torch.Tensor]], None], original: Any) -> Any:
+    """Calls a function with the tensors that another is given first, before that."""
+    name = next(iter(inspect.signature(original).parameters))
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs.pop(name)
+        tensors = [given] if isinstance(given, torch.Tensor) else list(given)
+        function(tensors)
+        return original((each for each in tensors) if isinstance(given, Iterator) else given, *args[1:], **kwargs)
+
+    return wrapped
+
+
 # Operations and modes
 
 schema_of: Final[Callable[[Any], Any]] = operator.attrgetter("_schema")
@@ -148,6 +358,12 @@ push_function_mode: Final[Callable[[Any], None]] = _push_mode
 
 pop_function_mode: Final[Callable[[], Any]] = _pop_mode
 """Takes the top one away and returns it."""
+
+
+def default_device_mode() -> Any:
+    """The mode of `torch.set_default_device` in this thread, if there is one; a `with torch.device(...)` is another."""
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
 
 python_dispatcher: Final = enable_python_dispatcher
 """A block in which operations that torch has in Python too run in Python, which takes symbolic sizes."""

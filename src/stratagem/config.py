@@ -5,7 +5,9 @@ The functions have TensorFlow's names and meanings. Each speaks to the inventory
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+from stratagem import _tensorflow_names
 from stratagem.devices import serving
 from stratagem.devices.device import (
     DeviceDetails,
@@ -15,6 +17,7 @@ from stratagem.devices.device import (
 )
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
+from stratagem.errors import UnknownNameError
 from stratagem.placement import log, residence, resolution
 
 __all__ = [
@@ -43,6 +46,12 @@ def __dir__() -> list[str]:
     return __all__
 
 
+def __getattr__(name: str) -> Any:
+    if not name.startswith("__") and (found := _tensorflow_names.find(f"config.{name}")) is not None:
+        return found
+    raise UnknownNameError(f"module 'stratagem.config' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
 VirtualDeviceConfiguration = LogicalDeviceConfiguration
 """TensorFlow's older name for the same."""
 
@@ -51,7 +60,7 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
     """Every device of this machine that this process may use, without taking memory on any.
 
     Args:
-        device_type: Only this kind: `CPU`, `GPU` (CUDA or ROCm), `XPU` or `MPS`.
+        device_type: Only this kind: `CPU`, `GPU` (CUDA or ROCm), `XPU` or `MPS`; of `TPU` there are none.
     Example:
         >>> list_physical_devices("CPU")
         [PhysicalDevice(name='/physical_device:CPU:0', device_type='CPU')]

@@ -15,6 +15,10 @@ class StratagemWarning(UserWarning):
     """The base of every warning that stratagem gives."""
 
 
+class UnknownNameError(StratagemError, AttributeError):
+    """There is no such name; if it is one of TensorFlow's, the error says what to write instead."""
+
+
 class DeviceError(StratagemError):
     """Something about devices is wrong: a name, a choice, a limit or the moment."""
 
@@ -115,10 +119,6 @@ class WorkerError(ClusterError, RuntimeError):
     """Workers that train together do not do the same."""
 
 
-class WorkerFailedError(WorkerError):
-    """Another worker has failed, so that this one cannot go on."""
-
-
 class WorkerStalledError(WorkerError):
     """A worker lives, but has not come to where the others wait for it."""
 
@@ -209,3 +209,12 @@ class CheckpointMismatchError(CheckpointError, ValueError):
 
 class EstimatorError(StratagemError, ValueError):
     """An Estimator, or what it was given, breaks a rule."""
+
+
+def in_words(error: BaseException) -> str:
+    """An error of the program's in one line, also if its own text cannot be had."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its __str__ has failed)"
+    return f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -1,12 +1,19 @@
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import stratagem as sg
 from stratagem import __version__
+from stratagem.cli import watching
 from stratagem.cli.app import app
+from stratagem.devices import usage
+from stratagem.devices.device import MIB
+from stratagem.devices.inventory import Inventory
 
 STRATAGEM = [sys.executable, "-m", "stratagem"]
 
@@ -73,3 +80,36 @@ def test_command_says_what_it_knows_when_misspelt() -> None:
     assert done.returncode == 2
     assert "No such command 'device'" in done.stderr
     assert "devices" in done.stderr
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_watch_shows_processes_again_and_again_until_ctrl_c(
+    inventory: Inventory, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    looks: list[float] = []
+
+    def wait(interval_s: float) -> None:
+        looks.append(interval_s)
+        if len(looks) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(watching.time, "sleep", wait)
+    inventory.simulate("GPU", 2, memory_limit=64)
+    with sg.OneDeviceStrategy("gpu:1") as strategy:
+        strategy.run(lambda: torch.ones(MIB // 4).sum())
+        flags = ["--json"] if as_json else []
+        result = CliRunner().invoke(app, ["devices", "--watch", "--interval", "0.5", *flags])
+    assert (result.exit_code, looks, result.stderr) == (0, [0.5, 0.5], "")
+    if not as_json:
+        lines = [line.split() for line in result.stdout.splitlines() if str(os.getpid()) in line]
+        assert [(line[0], line[-6:]) for line in lines] == [
+            ("/device:GPU:1", ["0", "MiB", "1", "MiB", "64", "MiB"])
+        ] * 2
+        return
+    first, second = map(json.loads, result.stdout.splitlines())
+    own = [each for each in first["processes"] if each["pid"] == os.getpid()]
+    assert [(each["device"], each["peak_bytes"], each["limit_bytes"]) for each in own] == [
+        ("/device:GPU:1", MIB + 4, 64 * MIB)
+    ]
+    assert {"physical_devices", "logical_devices"} < set(second)
+    assert not [each for each in usage.of_this_machine() if each.pid == os.getpid()]  # with its strategy

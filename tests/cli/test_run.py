@@ -100,7 +100,8 @@ def test_devices_of_the_command_are_those_of_the_program() -> None:
         (["--ps", "1", "train.py"], "say with --workers how many workers"),
         (["--evaluator", "train.py"], "say with --workers how many workers"),
         (["--workers", "1", "--show", "boss/1", "train.py"], "--show takes all, or tasks such as 1"),
-        (["--workers", "1", "--grace", "-1", "train.py"], "--grace must be a number of seconds from 0 up, got -1"),
+        (["--workers", "1", "--heartbeat-timeout", "0", "train.py"], "--heartbeat-timeout must be above 0 s, got 0"),
+        (["--workers", "1", "--grace", "-1", "train.py"], "--grace is a number of seconds from 0 up, got -1"),
         (["--workers", "1", "--nnodes", "0", "train.py"], "--nnodes must be a whole number from 1 up, got 0"),
         (["--workers", "1", "--nnodes", "2", "train.py"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
         (
@@ -117,6 +118,14 @@ def test_devices_of_the_command_are_those_of_the_program() -> None:
 def test_run_says_what_is_wrong_before_anything_starts(arguments: list[str], words: str) -> None:
     write("open('started', 'w')")
     assert words in refusal(*arguments)
+
+
+def test_run_refuses_a_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "the folder that this program runs in does not exist any more" in refusal("train.py")
 
 
 def test_run_refuses_a_cluster_inside_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:

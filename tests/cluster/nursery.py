@@ -7,6 +7,7 @@ is forked too, before the program begins.
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import inspect
 import json
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 _MOST_BYTES = 2**18
 _LOOK_S = 0.005
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNET = 0x40000000
 
 current: "Nursery | None" = None
@@ -36,15 +38,22 @@ class Nursery:
     """The process that others are forked from.
 
     Args:
-        modules: What it imports besides torch and stratagem.
+        connection: To that process.
+        process: That process, if it is to be waited for.
     """
 
-    def __init__(self, *modules: str) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, connection: socket.socket, process: "subprocess.Popen[bytes] | None" = None) -> None:
+        self._socket, self._process = connection, process
+
+    @classmethod
+    def start(cls, *modules: str) -> "Nursery":
+        """A new one, which imports these besides torch and stratagem."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", __name__, str(theirs.fileno()), *modules]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT)
-        assert self._socket.recv(1), "the nursery could not start"
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT)
+        assert ours.recv(1), "the nursery could not start"
+        return cls(ours, process)
 
     def fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
         """The process that does what is requested, with these as its standard input, output and errors."""
@@ -53,7 +62,8 @@ class Nursery:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(20)
+        if self._process is not None:
+            self._process.wait(20)
 
 
 class Program(subprocess.Popen[Any]):
@@ -63,6 +73,7 @@ class Program(subprocess.Popen[Any]):
         arguments: Those of Python.
         namespace: The network namespace to run in.
         nursery: What it is forked from; otherwise the current one.
+        launches: Whether it is `stratagem run`, whose tasks are to be forked too.
         options: Pipes, `env`, `cwd`, `text` and `start_new_session` of `Popen`.
     """
 
@@ -71,9 +82,11 @@ class Program(subprocess.Popen[Any]):
         arguments: Sequence[str],
         namespace: str | None = None,
         nursery: Nursery | None = None,
+        *,
+        launches: bool = False,
         **options: Any,
     ) -> None:
-        self._namespace, self._nursery = namespace, nursery or current
+        self._namespace, self._nursery, self._launches = namespace, nursery or current, launches
         super().__init__(arguments, **options)
 
     def _execute_child(self, *given: Any) -> None:
@@ -84,6 +97,7 @@ class Program(subprocess.Popen[Any]):
             "folder": str(named["cwd"] or os.getcwd()),
             "is_session": named["start_new_session"],
             "namespace": self._namespace,
+            "launches": self._launches,
         }
         ends = [named[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         assert self._nursery is not None, "the fixture forked_tasks is missing"
@@ -99,10 +113,13 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     nursery: Nursery | None = None,
+    *,
+    launches: bool = False,
 ) -> "subprocess.CompletedProcess[str]":
     """`subprocess.run` of a program, with what it prints."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with Program(list(map(str, arguments)), nursery=nursery, env=env, cwd=cwd, **pipes) as program:
+    given = list(map(str, arguments))
+    with Program(given, nursery=nursery, launches=launches, env=env, cwd=cwd, **pipes) as program:
         try:
             out, err = program.communicate(timeout=timeout_s)
         except BaseException:
@@ -115,7 +132,7 @@ def run(
 def opened() -> Iterator[None]:
     """Inside the block programs can be forked."""
     global current  # noqa: PLW0603
-    current = Nursery()
+    current = Nursery.start()
     try:
         yield
     finally:
@@ -138,7 +155,14 @@ def _main(connection: socket.socket, *modules: str) -> None:
         getattr(sg, name)  # names are imported when they are used
     for module in modules:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # or a program that is forked would look through it whenever it collects, and for a second when it ends
     connection.send(b"+")
+    _answer(connection)
+
+
+def _answer(connection: socket.socket) -> None:
+    """Forks what is requested, until nobody is left to ask; in what was forked, returns when that has ended."""
     while True:
         request, descriptors, _, _ = socket.recv_fds(connection, _MOST_BYTES, 3)
         if not request:
@@ -146,8 +170,11 @@ def _main(connection: socket.socket, *modules: str) -> None:
         read, write = os.pipe()
         between = os.fork()
         if between == 0:
+            between = os.getpid()
             pid = os.fork()
             if pid == 0:
+                while os.getppid() == between:  # which ends at once
+                    time.sleep(0.0005)
                 connection.close()
                 os.close(read)
                 os.close(write)
@@ -174,6 +201,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         os.setsid()
     if namespace := request["namespace"]:
         _enter(namespace)
+    if request["launches"]:
+        _fork_tasks()
     _ServerToBe.prepare()
     _run(*request["arguments"])
 
@@ -183,9 +212,12 @@ def _run(first: str, *rest: str) -> None:
     if first == "-W":
         warnings._setoption(rest[0])  # type: ignore[attr-defined]
         return _run(*rest[1:])
+    if first in ("-I", "-S"):
+        return _run(*rest)
     if first == "-m":
         sys.argv = list(rest)
-        sys.modules.pop(rest[0], None)
+        if not hasattr(sys.modules.get(rest[0]), "__path__"):  # a package has a part of its own that is run
+            sys.modules.pop(rest[0], None)
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
         sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
@@ -203,6 +235,32 @@ def _enter(namespace: str) -> None:
     with open(f"/run/netns/{namespace}") as file:
         if libc.setns(file.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"this process cannot enter the network namespace {namespace}")
+
+
+def _fork_tasks() -> None:
+    """Has the launcher that this process becomes fork its tasks from one like it; they are its own children."""
+    from stratagem.cluster.launch import task_processes
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        os.execv = _run_in_place  # type: ignore[assignment]
+        _answer(theirs)
+        sys.exit()
+    theirs.close()
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    own = Nursery(ours)
+    task_processes.subprocess = types.SimpleNamespace(  # type: ignore[assignment]
+        **{**vars(subprocess), "Popen": lambda command, **options: Program(command[1:], nursery=own, **options)}
+    )
+
+
+def _run_in_place(_: str, command: Sequence[str]) -> None:
+    """What `task_start` asks for: this process goes on as the user's program."""
+    import torch
+
+    torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))  # as when it is imported
+    _run(*command[1:])
 
 
 class _ServerToBe:

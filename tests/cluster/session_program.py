@@ -3,10 +3,11 @@
 Its rhythm is quicker than users have it, so that a short suspension is a long one.
 """
 
+import os
+
 import torch
 
 import stratagem as sg
-from stratagem.graphs.sessions import task_connection, task_service
 from tests.cluster.task_program import main
 
 session: sg.Session | None = None
@@ -14,12 +15,13 @@ session: sg.Session | None = None
 
 def begin(target: str) -> str:
     """Opens a session on a task, or on a server of this process if there is no target."""
-    global session, placeholder, doubled  # noqa: PLW0603
-    task_connection.HEARTBEAT_S = 0.5  # type: ignore[misc]
-    task_connection.SILENCE_S = task_service.SILENCE_S = 2.0  # type: ignore[misc]
+    global session, placeholder, doubled, more  # noqa: PLW0603
+    os.environ["STRATAGEM_HEARTBEAT_TIMEOUT"] = "2"
     with sg.Graph() as graph:
         placeholder = sg.placeholder(torch.float32, [2])
         doubled = placeholder * 2
+        total = sg.get_variable("total", initializer=0.0)
+        more = sg.assign(total, total + 1)
     session = sg.Session(target or sg.Server.create_local_server().target, graph)
     return "begun"
 
@@ -28,6 +30,18 @@ def run() -> list[float]:
     assert session is not None
     found: list[float] = session.run(doubled, {placeholder: [1.0, 2.0]}).tolist()
     return found
+
+
+def add() -> float:
+    """Adds 1 to a variable that other sessions have too."""
+    assert session is not None
+    return float(session.run(more))
+
+
+def add_forever() -> None:
+    """The same until somebody ends this process."""
+    while True:
+        add()
 
 
 if __name__ == "__main__":

@@ -5,14 +5,12 @@ program: a second pytest runs the same tests as the second worker, in step with 
 """
 
 import contextlib
-import functools
 import gc
 import importlib
 import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ import pytest
 import stratagem as sg
 from stratagem.cluster import token
 from stratagem.cluster.resolvers.simple import SimpleResolver
-from stratagem.engine import joining_machines
+from tests.cluster import nursery
 
 _WORKER = "STRATAGEM_TEST_WORKER"
 _PATIENCE_S = 120.0
@@ -54,14 +52,12 @@ def workers(num_replicas: int, strategy: Callable[..., sg.Strategy] = sg.MultiWo
                 token.create(token_file)
                 stack.enter_context(_second_worker(request, {"cluster": cluster, "token": token_file}, folder))
             patch.setenv("STRATAGEM_TOKEN_FILE", token_file)
-            # Nobody is lost here, however seldom a busy machine lets a worker give a sign of life.
-            patient = functools.partial(joining_machines.Membership, num_missed=int(_PATIENCE_S))
-            patch.setattr(joining_machines, "Membership", patient)
             devices = [f"cpu:{index * num_replicas + number}" for number in range(num_replicas)]
             yield stack.enter_context(
                 strategy(
                     devices,
                     cluster_resolver=SimpleResolver(cluster, task_type="worker", task_id=index),
+                    heartbeat_timeout_s=_PATIENCE_S,
                     worker_timeout_s=_PATIENCE_S,
                     join_timeout_s=_PATIENCE_S,
                 )
@@ -94,10 +90,15 @@ LOCAL = ("local sgd 2", "local sgd, 2 workers of 1")
 WORKERS = ("2 workers of 1", "2 workers of 2", "local sgd, 2 workers of 1")
 
 
-@contextlib.contextmanager
-def opened(request: pytest.FixtureRequest, folder: Path) -> Iterator[sg.Strategy]:
+def opened(request: pytest.FixtureRequest, folder: Path) -> contextlib.AbstractContextManager[sg.Strategy]:
     """The strategy of a row, for the tests of a module."""
-    with ROWS[request.param](request, folder) as strategy:
+    return opened_row(ROWS[request.param], request, folder)
+
+
+@contextlib.contextmanager
+def opened_row(make: MakeStrategy, request: pytest.FixtureRequest, folder: Path) -> Iterator[sg.Strategy]:
+    """The strategy that a row makes, ready for the first test."""
+    with make(request, folder) as strategy:
         strategy.run(int)  # its replicas are there before the first test
         importlib.import_module("torch._dynamo")  # torch imports it with the first optimizer
         gc.collect()
@@ -107,13 +108,17 @@ def opened(request: pytest.FixtureRequest, folder: Path) -> Iterator[sg.Strategy
 
 @contextlib.contextmanager
 def _second_worker(request: pytest.FixtureRequest, what: dict[str, object], folder: Path) -> Iterator[None]:
-    """Runs the same tests in another process."""
+    """Runs the same tests in another process, forked from one that has imported what the tests of this module need."""
+    request.getfixturevalue("forked_tasks")
     of_row = [item for item in request.session.items if any(each is request.param for each in _parameters(item))]
     chosen = [item.nodeid for item in of_row if item.path == request.path]
+    soak = ["--soak"] if request.config.getoption("--soak") else []
     log = folder / "second.log"
     with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen],
+        process = nursery.Program(
+            # Hypothesis, which these tests do not use, would be imported at the end, for a second.
+            ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *soak, *chosen],
+            nursery=request.getfixturevalue("keras_programs") if hasattr(request.module, "keras") else None,
             cwd=request.config.rootpath,
             env={**os.environ, _WORKER: json.dumps(what)},
             stdout=output,

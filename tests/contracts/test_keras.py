@@ -83,6 +83,17 @@ def test_synchronized_statistics_equal_one_device(strategy: sg.Strategy) -> None
     assert_equal(fit(normalized, strategy, batch_size=25), fit(normalized, None, batch_size=25), rtol=1e-3)
 
 
+def test_batches_with_fewer_rows_than_replicas_equal_one_device(strategy: sg.Strategy) -> None:
+    def make() -> Any:
+        metrics = ["mae", keras_models.Largest()]
+        return compiled(keras.Sequential([keras_models.Rowwise(), keras.layers.Dense(2)]), metrics=metrics)
+
+    given = {"x": X[:3], "y": Y[:3], "batch_size": 1, "validation_data": (X[:4], Y[:4])}
+    (model, history), (plain, expected) = fit(make, strategy, **given), fit(make, None, **given)
+    assert_equal((model, history), (plain, expected))
+    np.testing.assert_allclose(model.predict(X[:1], verbose=0), plain.predict(X[:1], verbose=0), atol=1e-5)
+
+
 def test_evaluate_and_predict_equal_one_device(strategy: sg.Strategy) -> None:
     def run(strategy: sg.Strategy | None) -> Any:
         def make() -> Any:

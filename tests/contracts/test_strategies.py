@@ -84,6 +84,12 @@ def test_optimizer_equals_one_device_with_uneven_batches(strategy: sg.Strategy, 
     assert_equal_to_one_device(strategy, build, tolerance=2e-5)
 
 
+def test_programs_that_train_together_meet_at_a_barrier(strategy: sg.Strategy) -> None:
+    strategy.barrier()
+    strategy.run(int)
+    strategy.barrier()
+
+
 def test_closure_optimizer_equals_one_device(strategy: sg.Strategy) -> None:
     def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
         model = make_net()
@@ -169,7 +175,7 @@ def test_accumulation_without_sync_equals_one_device(strategy: sg.Strategy) -> N
 
         def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()
-            if sg.get_replica_context() is None:
+            if not sg.has_strategy():
                 nn.functional.cross_entropy(model(inputs * 3), targets).backward()
             else:
                 with sg.get_strategy().no_sync():
@@ -215,7 +221,7 @@ def _zeroed(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> No
 def _mixed(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> None:
     """A pass without sync between two with it."""
     nn.functional.cross_entropy(model(inputs), targets).backward()
-    with contextlib.nullcontext() if sg.get_replica_context() is None else sg.get_strategy().no_sync():
+    with contextlib.nullcontext() if not sg.has_strategy() else sg.get_strategy().no_sync():
         nn.functional.cross_entropy(model(3 * inputs), targets).backward()
     nn.functional.cross_entropy(model(2 * inputs), targets).backward()
 
@@ -558,7 +564,7 @@ def test_summed_gradients_of_averaged_losses_equal_one_device(four_cpus: None) -
         def scaled_step(inputs: torch.Tensor, targets: torch.Tensor, global_batch_size: int) -> torch.Tensor:
             optimizer.zero_grad()
             losses = nn.functional.cross_entropy(distributed(inputs), targets, reduction="none")
-            loss = sg.compute_average_loss(losses, global_batch_size)
+            loss = sg.compute_average_loss(losses, global_batch_size=global_batch_size)
             loss.backward()
             optimizer.step()
             return loss
@@ -609,14 +615,13 @@ def test_controller_changes_reach_the_replicas(strategy: sg.Strategy) -> None:
     assert losses == pytest.approx(expected, abs=2e-6)
 
 
-def test_weights_written_through_data_reach_the_replicas(strategy: sg.Strategy, request: pytest.FixtureRequest) -> None:
-    if request.node.callspec.params["strategy"] in PRIVATE:
-        pytest.skip("torch does not count writes through .data, and replicas that share no memory cannot see them")
+def test_weights_written_through_data_reach_the_replicas(strategy: sg.Strategy) -> None:
     with strategy.scope():
         model = make_net()
-    model[4].bias.data[1] = -1.0
-    seen = strategy.local_results(strategy.run(lambda: model[4].bias[1].item()))  # noqa: PLW0108
-    assert set(seen) == {-1.0}
+    for value in (-1.0, 3.0):
+        model[4].bias.data[1] = value
+        seen = strategy.local_results(strategy.run(lambda: model[4].bias[1].item()))  # noqa: PLW0108
+        assert set(seen) == {value}
 
 
 def test_state_dicts_are_whole_and_load_into_plain_torch_and_back(strategy: sg.Strategy) -> None:
@@ -716,3 +721,18 @@ def test_replicas_draw_different_random_numbers(strategy: sg.Strategy) -> None:
     torch.manual_seed(7)
     drawn = strategy.gather(strategy.run(lambda: torch.rand(1))).tolist()
     assert len(set(drawn)) == strategy.num_replicas_in_sync
+
+
+def test_what_distribute_yields_can_be_read_like_results(strategy: sg.Strategy) -> None:
+    dataset = torch.utils.data.TensorDataset(torch.arange(5.0), torch.arange(5))
+    for data in (torch.utils.data.DataLoader(dataset, batch_size=5), [(torch.arange(5.0), torch.arange(5))]):
+        (batch,) = strategy.distribute(data)
+        x, y = strategy.gather(batch)
+        assert (x.tolist(), y.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
+        assert all(isinstance(each, torch.Tensor) for each in batch[0].values)
+        own = strategy.local_results(batch)
+        assert [len(each[0]) for each in own] == [count for count in batch[0].counts if count]
+        smallest = strategy.run(lambda x, _: x.min(), args=batch)
+        assert strategy.reduce("min", smallest) == 0
+    (batch,) = strategy.distribute([torch.ones(strategy.num_replicas_in_sync)])
+    assert strategy.reduce("sum", batch).tolist() == [strategy.num_replicas_in_sync]

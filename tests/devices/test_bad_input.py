@@ -244,3 +244,14 @@ def test_every_error_is_of_one_family_and_of_pythons_own() -> None:
     assert issubclass(DeviceNotFoundError, ValueError)
     assert issubclass(DeviceTypeError, TypeError)
     assert issubclass(DevicesInUseError, RuntimeError)
+
+
+def test_devices_of_a_strategy_are_not_divided(inventory: Inventory) -> None:
+    parts = [sg.config.LogicalDeviceConfiguration()] * 2
+    for make in (sg.MirroredStrategy, lambda: sg.ParameterServerStrategy(1)):
+        made = make()
+        with pytest.raises(DevicesInUseError, match=rf"{type(made).__name__}\(\) at .*test_bad_input.py:\d+"):
+            inventory.configure("cpu:0", parts)
+        made.close()
+    del made
+    inventory.configure("cpu:0", parts)

@@ -8,7 +8,7 @@ from stratagem.devices.accelerators import CachingAccelerator
 from stratagem.devices.device import LogicalDeviceConfiguration, PhysicalDevice
 from stratagem.devices.device_spec import DeviceSpec
 from stratagem.devices.inventory import Inventory
-from stratagem.errors import DevicesInUseError, DeviceWarning
+from stratagem.errors import DeviceConfigurationError, DevicesInUseError, DeviceWarning
 from tests.fakes import GIB, FakeTorchCuda, fake_host
 
 Part = LogicalDeviceConfiguration
@@ -34,6 +34,14 @@ def test_machine_has_one_cpu(inventory: Inventory) -> None:
     details = inventory.details("cpu:0")
     assert details.num_cores == len(inventory.host.cores())
     assert details.total_memory_bytes == inventory.host.total_memory_bytes()
+
+
+def test_tpus_may_be_asked_for_and_there_are_none(inventory: Inventory) -> None:
+    for listed in (inventory.physical, inventory.logical, inventory.visible):
+        assert listed("TPU") == []
+    inventory.set_visible([], "tpu")
+    with pytest.raises(DeviceConfigurationError, match="CPU:0 is not a TPU"):
+        inventory.set_visible("cpu:0", "TPU")
 
 
 def test_gpus_are_listed_without_waking_their_driver(tmp_path: Path) -> None:

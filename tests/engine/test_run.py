@@ -289,8 +289,8 @@ def test_results_of_any_nesting(strategy: sg.MirroredStrategy) -> None:
     assert result["pair"].loss.values == (0, 1)
     assert result["pair"].shape[1].values == (3, 3)
     assert [each.values for each in result["list"]] == [(None, None), ("text", "text"), (3, 3)]
-    assert isinstance(result["report"][1], Report)
-    assert result["report"][1].values.tolist() == [1, 1]
+    assert isinstance(result["report"], Report)
+    assert result["report"].values[1].tolist() == [1, 1]
     assert strategy.local_results(result)[1]["pair"].loss == 1
     assert strategy.reduce("sum", result["pair"].loss) == 1
 
@@ -479,6 +479,20 @@ def test_gradient_scaler_made_in_the_scope(strategy: sg.MirroredStrategy) -> Non
     assert results(strategy, step, torch.ones(2, 3)) == [16.0, 16.0]
     assert results(strategy, step, torch.ones(2, 3)) == [32.0, 32.0]
     assert scaler.get_scale() == 32.0
+
+
+def test_compiled_functions_are_refused_and_say_what_to_compile(strategy: sg.MirroredStrategy) -> None:
+    model, optimizer, step = make_parts(strategy)
+    update = torch.compile(optimizer.step, backend="eager")
+
+    def step_with_compiled_update(x: torch.Tensor) -> None:
+        model(x).mean().backward()
+        update()
+
+    match = r"the function step.*which torch\.compile made.*`model = torch\.compile\(model\)` inside the scope"
+    for refused in (torch.compile(step, backend="eager"), step_with_compiled_update):
+        with pytest.raises(sg.errors.StrategyError, match=match):
+            results(strategy, refused, torch.ones(2, 3))
 
 
 def test_compiled_model_made_in_the_scope(strategy: sg.MirroredStrategy) -> None:

@@ -219,12 +219,19 @@ def test_nonfinite_gradient_skips_the_update_everywhere_and_is_named(strategy: s
 
 
 def test_empty_replica_with_a_nan_loss_counts_for_nothing(strategy: sg.MirroredStrategy) -> None:
-    _, step = build(strategy)
+    model, step = build(strategy)
+
+    def bad_if_empty(x: torch.Tensor) -> torch.Tensor:
+        replica = sg.get_replica_context()
+        return step(x if replica is not None and replica.has_examples else x * torch.nan)
+
     (batch,) = strategy.distribute([torch.ones(2, 4)])
-    losses = strategy.run(step, args=(batch,))
+    losses = strategy.run(bad_if_empty, args=(batch,))
     assert losses.counts == (1, 1, 0)
     assert losses.values[2].isnan()
     assert strategy.reduce("mean", losses).isfinite()
+    assert len(strategy.local_results(losses)) == len(strategy.gather(losses)) == 2
+    assert all(each.isfinite().all() for each in weights(model))
 
 
 def test_replica_over_its_memory_limit_says_so_and_lives_on() -> None:

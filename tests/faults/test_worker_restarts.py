@@ -1,22 +1,22 @@
 """A worker that dies is started again with all others, and the job goes on from the last checkpoint."""
 
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.cluster import nursery
 from tests.faults import estimator_program
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("forked_tasks")
 
 
 def train(folder: Path, *options: str, end: str | None = None) -> str:
     folder.mkdir()
-    command = [sys.executable, "-m", "stratagem", "run", "--workers", "2", *options]
+    command = ["-m", "stratagem", "run", "--workers", "2", *options]
     program = [estimator_program.__file__, str(folder), *([end] if end else [])]
-    done = subprocess.run([*command, *program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = nursery.run([*command, *program], 50, cwd=nursery.ROOT, launches=True)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

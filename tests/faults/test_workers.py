@@ -75,7 +75,7 @@ def assert_whole(outcome: list[object]) -> None:
 @pytest.mark.parametrize(("number", "victim"), [(signal.SIGKILL, 0), (signal.SIGKILL, 1), (signal.SIGSTOP, 0)])
 def test_a_worker_that_dies_or_stops_in_a_step_is_named_to_the_other(number: signal.Signals, victim: int) -> None:
     with cluster_of([[], []]) as tasks:
-        begin(tasks)
+        begin(tasks, heartbeat_timeout_s=3.0)
         together(tasks, "train(3)")
         for task in tasks:
             task.send("train_until_failure()")
@@ -321,3 +321,15 @@ def test_replicas_of_a_killed_worker_die_with_it() -> None:
         while any(os.path.exists(f"/proc/{pid}") for pid in children):
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+
+def test_workers_whose_copies_of_the_data_differ_are_named_before_the_first_step() -> None:
+    with cluster_of([[], []]) as tasks:
+        begin(tasks)
+        for task, size in zip(tasks, (1002, 1003), strict=True):
+            task.send(f"[*worker.strategy.distribute(torch.arange({size}.0), global_batch_size=64, shuffle=True)]")
+        for task in tasks:
+            kind, message = task.error()
+            assert kind == "WorkerError"
+            assert "worker/0 and worker/1 have different data: examples 1002 and 1003" in message
+            assert "auto_shard='off'" in message

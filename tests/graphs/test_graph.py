@@ -1,12 +1,13 @@
 """Operations of torch are recorded with their shapes, names and devices, and nothing is computed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import stratagem as sg
-from stratagem.errors import GraphError, GraphTypeError
+from stratagem.errors import FeedError, GraphError, GraphTypeError, StrategyError
 from stratagem.graphs.nodes import NodeKind
 from tests.placement.conftest import two_products
 
@@ -237,7 +238,7 @@ def test_two_graphs_do_not_mix() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: sg.placeholder("float32", [2]), "a placeholder has a type of torch"),  # type: ignore[arg-type]
+        (lambda: sg.placeholder("float32", [2]), "a tensor of a graph has a type of torch"),  # type: ignore[arg-type]
         (lambda: sg.placeholder(torch.float32, [None, -3]), "a shape is a list of whole numbers from 0 up"),  # type: ignore[list-item]
         (lambda: sg.constant(object()), "numbers, lists of them, arrays and tensors can be in a graph"),
         (
@@ -250,6 +251,8 @@ def test_two_graphs_do_not_mix() -> None:
         (lambda: sg.assign(sg.constant(1.0), 2.0), "only a variable can be assigned"),
         (lambda: sg.assign(sg.get_variable("v", [2]), [1.0, 2.0, 3.0]), r"it cannot become \(3,\) float32"),  # type: ignore[arg-type]
         (lambda: sg.add_n([]), "a list of one tensor or more"),
+        (lambda: sg.add_n(None), "a list of one tensor or more, got None"),  # type: ignore[arg-type]
+        (lambda: sg.constant(nested()), r"can be in a graph, got \[\[\["),
         (lambda: [sg.get_variable("v", [2]) for _ in range(2)], "has a variable 'v' already"),
         (lambda: sg.trace(3), "a function is traced, got 3"),  # type: ignore[arg-type]
     ],
@@ -257,6 +260,48 @@ def test_two_graphs_do_not_mix() -> None:
 def test_wrong_arguments_are_refused(wrong: object, message: str) -> None:
     with sg.Graph(), pytest.raises((GraphError, GraphTypeError), match=message):
         wrong()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "shape", [(2**62,), (2**40, 2**40), (2**70,), (2**62, None), "x", "", (-5,), (2.5,), (True,), [[1]], {1: 2}, None]
+)
+def test_shapes_that_are_none(shape: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: sg.placeholder(torch.float32, shape),
+        lambda: sg.TensorSpec(shape),
+        lambda: sg.get_variable("v", shape),
+    ]
+    for call in calls:
+        with (
+            sg.Graph(),
+            pytest.raises(GraphTypeError, match=r"a shape is a list|at most 2\*\*58 elements|needs a shape"),
+        ):
+            call()
+
+
+@pytest.mark.parametrize("dtype", ["x", "float32", None, 3, float, torch.Tensor])
+def test_types_that_are_none(dtype: Any) -> None:
+    calls: list[Callable[[], object]] = [lambda: sg.placeholder(dtype, [2]), lambda: sg.TensorSpec([2], dtype)]
+    for call in calls:
+        with sg.Graph(), pytest.raises(GraphTypeError, match=r"has a type of torch, such as torch\.float32, got"):
+            call()
+
+
+def test_nestings_without_end_are_refused() -> None:
+    with sg.Graph() as graph:
+        x = sg.placeholder(torch.float32, [2])
+    with sg.Session(graph) as session:
+        with pytest.raises(FeedError, match=r"it was fed \[\[\[.*, which is no tensor"):
+            session.run(x, {x: nested()})
+        with pytest.raises(StrategyError, match="a nesting of values is at most 200 deep"):
+            session.run(nested())
+
+
+def nested() -> list[Any]:
+    made: list[Any] = []
+    for _ in range(10_000):
+        made = [made]
+    return made
 
 
 def test_block_left_by_an_error_records_no_longer() -> None:

@@ -31,9 +31,16 @@ class FakeHost:
         self.input_pipeline = pipeline
         self._others_have_data = iter(others_have_data)
         self.calls: list[str] = []
+        self.told: list[dict[str, Any]] = []
+
+    def require_usable(self) -> None:
+        pass
 
     def draw_alike(self) -> None:
         pass
+
+    def compare_data(self, told: Any) -> None:
+        self.told.append(dict(told))
 
     def is_any(self, has_data: bool) -> bool:
         return next(self._others_have_data, False) or has_data
@@ -53,9 +60,14 @@ def seen_by_all(batch: Any, num_replicas: int) -> list[Any]:
     return [seen_by(replica, batch) for replica in range(num_replicas)]
 
 
+def counted(batch: Any) -> list[Any]:
+    """What the replicas that have examples get."""
+    return [seen_by(replica, batch) for replica in per_replica.with_examples(leaves_of(batch)[0])]
+
+
 def leaves_of(batch: Any) -> list[PerReplica]:
     return pytree.tree_leaves(batch, is_leaf=lambda each: isinstance(each, PerReplica))
 
 
 def deferred_in(batch: Any) -> list[bool]:
-    return [isinstance(each, Deferred) for each in leaves_of(batch)[0].values]
+    return [isinstance(each, Deferred) for each in leaves_of(batch)[0].held]

@@ -47,10 +47,10 @@ def test_machines_together_see_each_global_batch_once_and_in_order(source):
 
 
 @pytest.mark.parametrize("source", [loader, batches])
-def test_a_machine_for_which_nothing_is_left_gets_empty_batches(source):
+def test_a_machine_for_which_nothing_is_left_gets_a_row_that_does_not_count(source):
     host = machines()[1]
     *_, last = distribute(source(8, 6), host)
-    assert seen_by(0, last).shape == (0,)
+    assert seen_by(0, last).shape == (1,)
     assert leaves_of(last)[0].counts == (0,)
 
 
@@ -93,7 +93,9 @@ def test_a_function_makes_the_batches_of_its_machine():
 def test_own_data_ends_when_that_of_all_machines_has():
     host = machines(others_have_data=[True] * 3)[1]
     got = seen(host, distribute([torch.ones(2)], host, auto_shard="off"))
-    assert got == [[[1.0, 1.0]], [[]], [[]]]
+    assert got == [[[1.0, 1.0]]] * 3
+    *_, last = distribute([torch.ones(2)], machines(others_have_data=[True] * 3)[1], auto_shard="off")
+    assert leaves_of(last)[0].counts == (0,)
 
 
 def test_a_machine_without_any_data_of_its_own_is_told_so():
@@ -143,5 +145,58 @@ def test_the_wrong_way_to_share_is_refused():
 def test_a_sampler_that_divides_data_itself_is_refused():
     dataset = TensorDataset(torch.arange(8))
     sampler = DistributedSampler(dataset, num_replicas=2, rank=0)
-    with pytest.raises(StrategyError, match="a DistributedSampler for 2 replicas, but distribute divides"):
+    with pytest.raises(StrategyError, match="a DistributedSampler that leaves 1 of 2 examples"):
         distribute(DataLoader(dataset, batch_size=4, sampler=sampler), machines()[0])
+
+
+def told_of(data, **options):
+    """What a machine tells others of its data when an epoch begins."""
+    host = machines()[0]
+    iter(distribute(data, host, **options))
+    (told,) = host.told
+    return told
+
+
+def differing(one, other):
+    return [key for key in one if one[key] != other[key]]
+
+
+def test_machines_tell_how_many_examples_and_batches_they_have():
+    one, other = (told_of(torch.arange(size), global_batch_size=4) for size in (10, 13))
+    assert (one["examples"], one["batches"], one["examples in a batch"]) == (10, 3, 4)
+    assert differing(one, other) == ["examples", "batches"]
+    assert differing(told_of(torch.arange(10), global_batch_size=4), one) == []
+    assert differing(told_of(batches(10, 4)), told_of(batches(13, 4))) == ["batches"]
+    assert told_of(lambda: batches(10, 4))["batches"] is None
+
+
+def test_machines_tell_an_order_of_their_own_and_it_stays_as_it_is():
+    def shuffled(seed):
+        return DataLoader(
+            TensorDataset(torch.arange(9)), 4, shuffle=True, generator=torch.Generator().manual_seed(seed)
+        )
+
+    one, other = told_of(shuffled(1)), told_of(shuffled(2))
+    assert differing(one, other) == ["checksum of the order", "checksum of the first batch"]
+    assert differing(one, told_of(shuffled(1))) == []
+    got = [seen_by(0, batch)[0].tolist() for batch in distribute(shuffled(1), machines()[0])]
+    expected = [batch[0].tolist() for batch in shuffled(1)]
+    assert got == [batch[: len(part)] for batch, part in zip(expected, got, strict=True)]
+    subsets = [torch.utils.data.SubsetRandomSampler([0, 1, last]) for last in (2, 3)]
+    one, other = (told_of(DataLoader(TensorDataset(torch.arange(9)), 1, sampler=each)) for each in subsets)
+    assert "checksum of the order" in differing(one, other)
+
+
+def test_samplers_of_other_kinds_are_compared_by_their_first_batch():
+    def own(*first):
+        return DataLoader(TensorDataset(torch.arange(9)), batch_sampler=[list(first), [3]])
+
+    assert differing(told_of(own(1, 2)), told_of(own(2, 1))) == ["checksum of the first batch"]
+    assert told_of(own("a", "b"))["checksum of the first batch"] is None
+    assert told_of(torch.arange(0), global_batch_size=4)["checksum of the first batch"] is None
+
+
+def test_data_of_a_machines_own_is_not_compared():
+    host = machines()[0]
+    iter(distribute(torch.arange(10), host, global_batch_size=4, auto_shard="off"))
+    assert host.told == []

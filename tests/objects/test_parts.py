@@ -126,22 +126,17 @@ def passed_on(change: Any, objects: list[Any], others: list[Any]) -> None:
     state_diff.apply(changes, dict(enumerate(others)).__getitem__)
 
 
-def test_flags_lists_and_options_are_passed_on() -> None:
+def test_flags_and_options_are_passed_on() -> None:
     model = nn.Dropout(0.1)
-    model.widths = [1, 2]  # type: ignore[assignment]
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1), foreach=False)
     other, other_optimizer = copy.deepcopy(model), copy.deepcopy(optimizer)
 
     def change(model: Any, optimizer: Any) -> None:
         model.eval()
-        model.p = 0.7
-        model.widths.append(3)
         optimizer.param_groups[0]["lr"].fill_(0.5)
 
     passed_on(change, [model, optimizer], [other, other_optimizer])
     assert not other.training
-    assert other.p == 0.7
-    assert other.widths == [1, 2, 3]
     assert other_optimizer.param_groups[0]["lr"] == 0.5
 
 
@@ -184,20 +179,6 @@ def test_groups_of_an_optimizer_come_and_go() -> None:
     assert others[0].param_groups[1]["params"][0] is others[2]
     passed_on(lambda optimizer, *_: optimizer.param_groups.pop(0), ours, others)
     assert [group["params"][0] is others[2] for group in others[0].param_groups] == [True]
-
-
-def test_hooks_are_passed_on_only_when_they_change() -> None:
-    ours, other = nn.Linear(1, 1), nn.Linear(1, 1)
-    ours.register_forward_hook(lambda *_: torch.zeros(1))
-    named = {0: ours}
-    before = state_diff.snapshot(named)
-    ours.eval()
-    assert state_diff.difference(before, state_diff.snapshot(named))[0].hooks is None
-    assert state_diff.difference(state_diff.hooks_only(before), state_diff.snapshot(named))[0].hooks is None
-    state_diff.apply(state_diff.difference({}, state_diff.snapshot(named)), {0: other}.__getitem__)
-    assert other(torch.ones(1)) == 0
-    other.register_forward_hook(lambda *_: torch.ones(1))
-    assert len(other._forward_hooks) == 2
 
 
 def test_nothing_changed_is_nothing_passed_on() -> None:
@@ -343,6 +324,39 @@ def test_replicas_without_examples_count_for_nothing() -> None:
 def test_mean_of_every_kind_of_number(each: Any) -> None:
     mean = per_replica.reduce("mean", PerReplica([each, each]), weighted=True)
     assert mean == torch.as_tensor(each)
+
+
+def test_gather_fills_up_what_is_shorter_or_names_the_shapes() -> None:
+    value = PerReplica([torch.ones(2, 3), torch.ones(1, 5), torch.ones(1, 1)], (2, 1, 0))
+    with pytest.raises(StrategyError, match=r"axis 0 .* \(2, 3\), \(1, 5\); gather\(value, pad=0\)"):
+        per_replica.gather(value, 0)
+    assert per_replica.gather(value, 0, pad=-1).tolist() == [[1, 1, 1, -1, -1]] * 2 + [[1] * 5]
+    across = PerReplica([torch.ones(2, 1, 3), torch.ones(4, 2, 3)])
+    assert per_replica.gather(across, 1, pad=0).shape == per_replica.gather(across, -2, pad=0).shape == (4, 3, 3)
+    with pytest.raises(StrategyError, match="as many axes"):
+        per_replica.gather(PerReplica([torch.ones(2), torch.ones(2, 2)]), 0, pad=0)
+
+
+def test_gather_of_lists_is_a_list() -> None:
+    assert per_replica.gather(PerReplica([["a", "b"], ["c"], ["a"]], (2, 1, 0)), 0) == ["a", "b", "c"]
+
+
+def test_sparse_tensors_are_joined_and_added() -> None:
+    one, two = torch.eye(2).to_sparse(), torch.ones(2, 2).to_sparse()
+    joined = per_replica.gather(PerReplica([one, two]), 0)
+    assert joined.is_sparse
+    assert joined.to_dense().tolist() == [[1, 0], [0, 1], [1, 1], [1, 1]]
+    assert per_replica.reduce("sum", PerReplica([one, two]), weighted=True).to_dense().tolist() == [[2, 1], [1, 2]]
+    mean = per_replica.reduce("mean", PerReplica([one, two], (3, 1)), weighted=True)
+    assert mean.to_dense().tolist() == [[1, 0.25], [0.25, 1]]
+    assert per_replica.reduce("max", PerReplica([one, two]), weighted=True).tolist() == [[1, 1], [1, 1]]
+
+
+def test_nested_tensors_are_joined_by_their_rows() -> None:
+    parts = [torch.nested.nested_tensor([torch.ones(size)], layout=torch.jagged) for size in (2, 3)]
+    assert [len(row) for row in per_replica.gather(PerReplica(parts), 0).unbind()] == [2, 3]
+    with pytest.raises(StrategyError, match="nested tensors; use gather"):
+        per_replica.reduce("sum", PerReplica(parts), weighted=True)
 
 
 def test_what_cannot_be_reduced_is_named() -> None:

@@ -1,7 +1,6 @@
 """What the program changes between runs reaches every replica: structure, hooks, groups; and what cannot is refused."""
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +46,10 @@ def set_to(name: str, make: Callable[[], Any]) -> Callable[[nn.Module], None]:
     return change
 
 
+def times(factor: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: factor * x
+
+
 def use_none(model: Any) -> None:
     model.b.bias = None
 
@@ -64,6 +67,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "function": set_to("activation", lambda: torch.tanh),
     "function with defaults": set_to("activation", lambda: nn.functional.silu),
     "own function": set_to("activation", lambda: lambda x: 3 * x),
+    "closure": set_to("activation", lambda: times(4)),
+    "forward": lambda model: setattr(model, "forward", lambda x, own=model: 2 * Net.forward(own, x)),
     "buffer": set_to("mask", lambda: torch.tensor([1.0, 0.0, 2.0, 0.0])),
     "new module": lambda model: model.b.add_module("unused", nn.Linear(2, 2)),
     "hook": lambda model: model.a.register_forward_hook(lambda module, given, output: output * 2),
@@ -155,14 +160,18 @@ def test_hooks_of_the_function_are_not_replaced_by_those_of_the_program(strategy
     assert strategy.run(call).values == (1, 1)
 
 
-def test_function_that_becomes_one_that_cannot_be_sent_is_refused(strategy: sg.MirroredStrategy) -> None:
+def test_function_that_becomes_one_that_cannot_be_sent_is_named(strategy: sg.MirroredStrategy) -> None:
     with strategy.scope():
         model = Net()
     outputs(strategy, model)
-    factor = 3.0
-    model.activation = lambda x: factor * x
-    with pytest.raises(StrategyError, match="the function 'activation' of a distributed Net was deleted, or replaced"):
+    lines = (each for each in "ab")
+    model.activation = lambda x: (next(lines), x)[1]
+    with pytest.raises(StrategyError, match=r"a generator cannot be sent .*\(captured as 'lines' by <lambda>\)"):
         outputs(strategy, model)
+    model.activation = torch.abs
+    model.unused = lines
+    here, *replicas = outputs(strategy, model)
+    assert all(torch.equal(each, here) for each in replicas)
 
 
 def test_module_whose_class_changes_is_refused(strategy: sg.MirroredStrategy) -> None:
@@ -292,7 +301,7 @@ class Locked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inside = nn.Linear(2, 1)
-        self.lock: Any = threading.Lock()
+        self.lines: Any = (each for each in "ab")
 
 
 def test_module_that_cannot_be_sent_is_named_and_can_be_mended(strategy: sg.MirroredStrategy) -> None:
@@ -301,9 +310,9 @@ def test_module_that_cannot_be_sent_is_named_and_can_be_mended(strategy: sg.Mirr
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     look = lambda: model[0].inside.weight.sum().item() + 0 * len(optimizer.param_groups)  # noqa: E731
     for _ in range(2):
-        with pytest.raises(StrategyError, match=r"a lock cannot be sent .*the attribute 'lock' of a Locked"):
+        with pytest.raises(StrategyError, match=r"a generator cannot be sent .*the attribute 'lines' of a Locked"):
             strategy.run(look)
-    del model[0].lock
+    del model[0].lines
     assert strategy.run(look).values == (look(), look())
 
 

@@ -28,11 +28,11 @@ def test_variables_are_spread_by_size() -> None:
     ("partitioner", "num_parts"),
     [
         (None, 1),
-        (MinSizePartitioner(min_part_bytes=1000), 4),
-        (MinSizePartitioner(min_part_bytes=2000), 2),
-        (MinSizePartitioner(min_part_bytes=1, max_parts=3), 3),
-        (MaxSizePartitioner(max_part_bytes=1500), 3),
-        (MaxSizePartitioner(max_part_bytes=10), 4),
+        (MinSizePartitioner(min_shard_bytes=1000), 4),
+        (MinSizePartitioner(min_shard_bytes=2000), 2),
+        (MinSizePartitioner(min_shard_bytes=1, max_shards=3), 3),
+        (MaxSizePartitioner(max_shard_bytes=1500), 3),
+        (MaxSizePartitioner(max_shard_bytes=10), 4),
         (FixedShardsPartitioner(2), 2),
     ],
 )

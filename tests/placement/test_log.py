@@ -171,6 +171,8 @@ def test_log_is_saved_as_page_picture_json_and_text(tmp_path: Path) -> None:
     assert image.read_bytes().startswith(b"\x89PNG")
     assert json.loads(log.save(tmp_path / "placement.json").read_text()) == json.loads(log.to_json())
     assert log.save(str(tmp_path / "placement.txt")).read_text() == log.table() + "\n"
+    with pytest.raises(DeviceTypeError, match="a placement log is saved to a path, got NoneType None"):
+        log.save(None)  # type: ignore[arg-type]
     with pytest.raises(DeviceTypeError, match=r"\.html, \.png, \.json or \.txt, got 'placement.pdf'"):
         log.save("placement.pdf")
 
@@ -182,3 +184,20 @@ def test_empty_log_can_be_shown_too(tmp_path: Path) -> None:
     assert log.table().startswith("operation")
     assert "Nothing was copied" in log.save(tmp_path / "empty.html").read_text()
     assert log.save(tmp_path / "empty.png").stat().st_size > 0
+
+
+def test_names_of_the_program_are_shown_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("cost in $", "$\\frac{1$", "red \x1b[31m", "half \ud800", "<b>")
+    with sg.Graph() as graph:
+        made = [sg.constant(1.0, name=name) for name in names]
+    config = sg.SessionConfig(log_device_placement=True)
+    with sg.Session(graph, config=config) as session, sg.log_placement() as log:
+        session.run(made)
+    shown = ("cost in $", "$\\frac{1$", r"red \x1b[31m", r"half \ud800", "<b>")
+    printed = capsys.readouterr().out
+    for text in (log.table(), log.save(tmp_path / "log.txt").read_text(), printed):
+        assert "\x1b" not in text
+        assert all(name in text for name in shown)
+    assert r"half \ud800" in log.save(tmp_path / "log.html").read_text()
+    assert log.save(tmp_path / "log.png").stat().st_size > 0
+    assert [record["name"] for record in json.loads(log.save(tmp_path / "log.json").read_text())] == list(names)

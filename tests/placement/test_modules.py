@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.errors import DeviceNotFoundError, DeviceTypeError, PlacementError
+from stratagem.errors import DeviceConfigurationError, DeviceNotFoundError, DeviceTypeError, PlacementError
 from tests.placement.conftest import where
 
 pytestmark = pytest.mark.usefixtures("gpus")
@@ -73,3 +73,49 @@ def test_shared_parameter_is_in_one_place() -> None:
         sg.place(model, {"a": "/gpu:0", "b": "/gpu:1"})
     sg.place(model, "/gpu:1")
     assert set(devices_of(model).values()) == {"GPU:1"}
+
+
+def test_layers_of_keras_are_known_by_name() -> None:
+    keras = pytest.importorskip("keras")
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            layers.Input((4,)),
+            layers.Dense(8, name="encoder"),
+            layers.BatchNormalization(name="norm"),
+            layers.Dense(2, name="decoder"),
+        ]
+    )
+    expected = model(torch.ones(3, 4)).detach()
+    sg.place(model, {"encoder": "/gpu:0", "norm": "/gpu:1", "decoder": "/gpu:1", "decoder/bias": "/gpu:2"})
+    found = {"/".join(each.path.split("/")[-2:]): where(each.value) for each in model.variables}
+    assert (found["encoder/kernel"], found["norm/moving_mean"]) == ("GPU:0", "GPU:1")
+    assert (found["decoder/kernel"], found["decoder/bias"]) == ("GPU:1", "GPU:2")
+    result = model(torch.ones(3, 4))
+    assert where(result) == "GPU:2"  # Keras adds the bias by itself, where that is
+    assert torch.equal(result.cpu(), expected)
+    with pytest.raises(
+        PlacementError, match=r"no part 'decodr' .did you mean 'decoder'.*; its parts are 'encoder', 'norm'"
+    ):
+        sg.place(model, {"decodr": "/gpu:0"})
+    sg.place(model, "/cpu:0")
+    assert {where(each.value) for each in model.variables} == {"CPU:0"}
+
+
+def test_variables_are_spread_by_their_size() -> None:
+    spread = sg.spread_variables(["/gpu:0", "/gpu:1"])
+    with sg.device(spread):
+        first = nn.Linear(4, 8)  # weight to one, bias to the other, which takes the next weight, too
+        second = nn.Linear(8, 2)
+    assert [where(each) for each in (first.weight, first.bias, second.weight, second.bias)] == [
+        *("GPU:0", "GPU:1", "GPU:1", "GPU:1")
+    ]
+    assert sorted(spread.num_bytes.values()) == [104, 128]
+    second(first(torch.ones(3, 4))).sum().backward()
+    with sg.Graph() as graph, sg.device(sg.spread_variables(["/job:ps/task:0", "/job:ps/task:1"])):
+        for name, size in (("a", 4), ("b", 1), ("c", 2)):
+            sg.get_variable(name, [size])
+    assert [str(node.spec) for node in graph.variables] == ["/job:ps/task:0", "/job:ps/task:1", "/job:ps/task:1"]
+    for wrong in ([], ["/gpu:0", "cuda:0"], [None]):
+        with pytest.raises((DeviceConfigurationError, DeviceTypeError)):
+            sg.spread_variables(wrong)

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import select
 import signal
 import time
 import weakref
@@ -109,6 +110,36 @@ def test_lost_member_is_replaced_and_its_calls_are_handed_back(fork_server: None
             ReplicaDiedError, match=r"gave up after 1 restarts in 600 s: worker 1 .*; worker 0 .*SIGKILL"
         ):
             wait_until(group, lambda: len(started) == 4)
+
+
+@pytest.mark.parametrize("noticed_by", ["submit", "silence"])
+def test_answer_that_a_lost_member_has_sent_counts(fork_server: None, noticed_by: str) -> None:
+    """Else another would do the same again: a worker of a parameter server pushes its gradients in a call."""
+    lost: list[list[PendingCall]] = []
+    with group_of(
+        [0],
+        depth=3,
+        policy=Replace(max_restarts=1, window_s=600.0),
+        stall_timeout_s=0.2,
+        on_loss=lambda member, _: lost.append(list(member.calls)),
+    ) as group:
+        member = group.members[0]
+        answered = submit(group, 0, os.getpid)
+        sent = select.poll()
+        sent.register(member.channel.fileno(), select.POLLIN)
+        assert sent.poll(1000 * PATIENCE_S)
+        if noticed_by == "submit":
+            os.kill(member.pid, signal.SIGKILL)
+            assert member.process.wait(PATIENCE_S)
+            other = submit(group, 0, divmod, 7, 2)
+        else:
+            other = submit(group, 0, time.sleep, PATIENCE_S)
+            deadline = time.monotonic() + PATIENCE_S
+            while not lost and time.monotonic() < deadline:
+                group.reap()
+                time.sleep(0.01)
+        assert lost == [[other]]
+        assert answered.answer == member.pid
 
 
 def submit_to(group: ChildGroup, member: GroupMember) -> bool:

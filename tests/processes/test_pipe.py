@@ -259,6 +259,13 @@ def test_a_module_of_the_users_travels_by_value(
     assert travels_by_value(users_wire_module)
     assert travels_by_value(users_wire_module.shifted)
     assert not travels_by_value(torch)
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "wire_package.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    import wire_package  # type: ignore[import-not-found]
+
+    assert not travels_by_value(wire_package)  # installed, though not where Python installs by itself
+    del sys.modules["wire_package"]
     assert not travels_by_value(nn.Linear)
     assert not travels_by_value(collections.OrderedDict)
     del sys.modules["users_wire_module"]

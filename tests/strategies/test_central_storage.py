@@ -65,7 +65,7 @@ def test_the_state_of_an_optimizer_that_is_not_split_is_in_one_replica(strategy:
     def step() -> int:
         model(torch.ones(2, 6)).sum().backward()
         optimizer.step()
-        return len(optimizer.state)
+        return dict.__len__(optimizer.state)  # a step is refused to read it
 
     assert strategy.local_results(strategy.run(step)) == (6, 0, 0, 0)
     state = optimizer.state_dict()
@@ -90,7 +90,7 @@ def test_replicas_with_copies_of_their_own_equal_one_device(
 
         assert_equal_to_one_device(strategy, build, tolerance=2e-5)
         optimizer = made[-1]
-        sizes = strategy.local_results(strategy.run(lambda: len(optimizer.state)))
+        sizes = strategy.local_results(strategy.run(lambda: dict.__len__(optimizer.state)))
         assert sizes[1] == 0  # only where variables are kept
 
 
@@ -147,6 +147,32 @@ def test_an_optimizer_of_the_users_own_is_the_same_where_variables_are_kept() ->
         assert optimizers[0].param_groups[0]["rate"] == optimizers[1].param_groups[0]["rate"]
         assert len(calls) == 2 * number
     assert all(each is optimizers[0] for each in calls)
+
+
+class Twice(torch.optim.Optimizer):
+    """Calls another optimizer in its step."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([each for group in inner.param_groups for each in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def test_an_optimizer_that_calls_another_is_refused(strategy: sg.Strategy) -> None:
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = Twice(torch.optim.Rprop(model.parameters()))
+
+    def step() -> None:
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(
+        sg.errors.StrategyError, match=r"Twice.step\(\) calls Rprop.step\(\), and variables that are kept"
+    ):
+        strategy.run(step)
 
 
 def test_devices_are_checked(four_cpus: None) -> None:

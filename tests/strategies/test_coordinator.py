@@ -1,7 +1,6 @@
 """Scheduling functions on workers, with the semantics of TensorFlow's coordinator."""
 
 import os
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -159,11 +158,11 @@ def test_what_cannot_be_sent_is_an_error_and_nobody_waits_for_it(
             time.sleep(0.01)
 
     with pytest.raises(StrategyError, match="cannot be sent"):
-        coordinator.schedule(int, args=(threading.Lock(),))
+        coordinator.schedule(int, args=((each for each in "ab"),))
     coordinator.join()
     for _ in range(4):
         coordinator.schedule(wait, args=(str(tmp_path / "go"),))
-    value = coordinator.schedule(int, args=(threading.Lock(),))
+    value = coordinator.schedule(int, args=((each for each in "ab"),))
     (tmp_path / "go").touch()
     with pytest.raises(StrategyError, match="cannot be sent"):
         value.fetch()
@@ -239,11 +238,11 @@ def test_iterators_of_one_dataset_are_apart_and_forgotten_with_the_last_referenc
 
 
 def test_error_in_a_dataset_function_is_raised_and_the_strategy_goes_on(coordinator: sg.ClusterCoordinator) -> None:
-    lock, given = threading.Lock(), list(coordinator.strategy.workers.given)
+    lines, given = (each for each in "ab"), list(coordinator.strategy.workers.given)
     with pytest.raises(ZeroDivisionError):
         coordinator.create_per_worker_dataset(lambda: 1 / 0)
     with pytest.raises(StrategyError, match="cannot be sent"):
-        coordinator.create_per_worker_dataset(lambda: lock)
+        coordinator.create_per_worker_dataset(lambda: lines)
     assert coordinator.schedule(int).fetch() == 0
     assert coordinator.strategy.workers.given == given
 

@@ -166,6 +166,34 @@ def weight_sums(model: nn.Module) -> Callable[[], torch.Tensor]:
     return lambda: sum(each.detach().sum() for each in model.parameters())
 
 
+def test_step_without_examples_changes_nothing_in_its_replica(opened: Any) -> None:
+    class Following(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 2)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean += 0.5 * (x.mean(dim=0) - self.mean)
+            return super().forward(x)
+
+    strategy = opened(2)
+    with strategy.scope():
+        torch.manual_seed(1)
+        model = Following()
+        optimizer = sgd(model.parameters())
+    agreed, batches = copy.deepcopy(model), make_batches(4, 1)
+    for batch in strategy.distribute(batches):
+        strategy.run(make_step(model, optimizer), args=batch)
+    own = [copy.deepcopy(agreed) for _ in range(2)]
+    steps = [make_step(each, sgd(each.parameters())) for each in own]
+    steps[0](batches[0][0][:2], batches[0][1][:2])
+    steps[1](batches[0][0][2:], batches[0][1][2:])
+    steps[0](*batches[1])
+    for name, value in model.state_dict().items():
+        expected = own[0].state_dict()[name] * 3 / 5 + own[1].state_dict()[name] * 2 / 5
+        torch.testing.assert_close(value, expected)
+
+
 def test_runs_that_do_not_update_are_no_steps_and_see_the_weights_of_their_replica(opened: Any) -> None:
     strategy = opened(2)
     model, step = build(strategy)
@@ -360,8 +388,29 @@ def test_one_replica_is_plain_training(opened: Any) -> None:
         ({"outer_optimizer": "sgd"}, "makes an optimizer of parameters, got 'sgd'"),
         ({"on_nonfinite": "ignore"}, "got 'ignore'"),
         ({"stall_timeout_s": -1}, "above 0, got -1"),
+        ({"heartbeat_timeout_s": float("inf")}, "above 0, got inf"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(StrategyError, match=words):
         sg.LocalSGDStrategy(**options)
+
+
+def test_weights_that_are_only_read_through_data_stay_those_of_their_replica(four_cpus: None) -> None:
+    with sg.LocalSGDStrategy(sync_every=10, devices=["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = nn.Linear(1, 1, bias=False)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+            return model.weight.detach().clone()
+
+        (batch,) = strategy.distribute([torch.tensor([[1.0], [2.0]])])
+        seen = [strategy.run(step, args=(batch,))]
+        model.weight.data.norm()
+        seen.append(strategy.run(step, args=(batch,)))
+        moved = [float(two - one) for one, two in zip(*(each.values for each in seen), strict=True)]
+        assert moved == [-1.0, -2.0]

@@ -84,7 +84,7 @@ def test_strategies_of_one_machine_warn_of_other_workers(strategy: Any, monkeypa
     strategy(["cpu:0"]).close()  # warnings are errors here
 
 
-@pytest.mark.parametrize("name", ["stall_timeout_s", "join_timeout_s", "worker_timeout_s"])
+@pytest.mark.parametrize("name", ["stall_timeout_s", "join_timeout_s", "heartbeat_timeout_s", "worker_timeout_s"])
 def test_times_are_checked(name: str) -> None:
     with pytest.raises(StrategyError, match=f"{name} is a number of seconds above 0, got -1"):
         sg.MultiWorkerMirroredStrategy(["cpu:0"], **{name: -1})

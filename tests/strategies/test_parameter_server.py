@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem.errors import NonFiniteGradientError, ParameterError, StratagemWarning, StrategyError
+from stratagem.parameters.network.options import ClusterOptions
 from tests.steps import falling_step, plain_step
 from tests.training.estimators import Record, one_pass
 from tests.training.estimators import batches as estimator_batches
@@ -622,8 +622,8 @@ def test_straggler_is_dropped_with_backup_workers(four_cpus: None, tmp_path: Pat
 
 def test_what_cannot_be_sent_is_told_once(four_cpus: None) -> None:
     with sg.ParameterServerStrategy(2, consistency=sg.Synchronous(backup_workers=1)) as strategy:
-        with pytest.raises(StrategyError, match="a lock cannot be sent"):
-            strategy.run(int, args=(threading.Lock(),))
+        with pytest.raises(StrategyError, match="a generator cannot be sent"):
+            strategy.run(int, args=((each for each in "ab"),))
         assert strategy.local_results(strategy.run(int))[0] == 0
 
 
@@ -850,6 +850,10 @@ def test_objects_stay_usable_after_the_end(four_cpus: None) -> None:
         (lambda: sg.BoundedStaleness(-1), "max_staleness is a whole number from 0"),
         (lambda: sg.Async(rate_of=3), "rate_of is a function of the staleness"),  # type: ignore[arg-type]
         (lambda: sg.ParameterServerStrategy(2, compression="bf16"), "compression is for tasks of a cluster"),  # type: ignore[call-arg]
+        (
+            lambda: ClusterOptions.of(heartbeat_timeout_s=float("nan")),
+            "heartbeat_timeout_s is a number of seconds above 0",
+        ),
         (lambda: sg.FixedShardsPartitioner(0), "num_shards is a whole number from 1"),
     ],
 )

@@ -13,14 +13,14 @@ from stratagem.errors import StrategyError
 
 def test_questions_outside_inside_a_scope_and_in_a_run(strategy: sg.MirroredStrategy) -> None:
     assert not sg.has_strategy()
-    assert sg.in_cross_replica_context()
-    assert sg.get_replica_context() is None
+    assert not sg.in_cross_replica_context()
     assert sg.get_strategy().num_replicas_in_sync == 1
     with strategy.scope() as entered:
         assert entered is strategy
         assert sg.has_strategy()
         assert sg.get_strategy() is strategy
         assert sg.in_cross_replica_context()
+        assert sg.get_replica_context() is None
 
     def look() -> tuple[Any, ...]:
         context = sg.get_replica_context()
@@ -46,6 +46,47 @@ def test_collectives_of_a_replica(strategy: sg.MirroredStrategy) -> None:
 
     for result in strategy.local_results(strategy.run(exchange)):
         assert [each.tolist() for each in result] == [[3.0], 4.0, [1.0, 2.0], [3.0]]
+
+
+def test_the_program_is_its_own_replica_outside_all_strategies() -> None:
+    context = sg.get_replica_context()
+    assert context is not None
+    assert (context.replica_id_in_sync_group, context.num_replicas_in_sync, context.has_examples) == (0, 1, True)
+    assert context.strategy is sg.get_strategy()
+    assert context.all_reduce("mean", [torch.tensor(2.0)]) == [2.0]
+    assert context.all_gather(torch.tensor(2.0)).tolist() == [2.0]
+    assert context.merge_call(lambda strategy, x: strategy.reduce("sum", x), args=(torch.tensor(2.0),)) == 2.0
+    with context.weight(3):
+        context.update(lambda: None)
+
+
+def test_merged_calls_reduce_and_return_what_is_of_each_replica(strategy: sg.MirroredStrategy) -> None:
+    def merged(merging: Any, x: sg.PerReplica, *, y: dict[str, sg.PerReplica]) -> Any:
+        assert sg.in_cross_replica_context()
+        assert sg.get_replica_context() is None
+        assert sg.get_strategy() is merging
+        assert merging.num_replicas_in_sync == 2
+        parts = merging.local_results(x)
+        return merging.reduce("mean", x), merging.gather(y), sg.PerReplica([each * 10 for each in parts]), len(parts)
+
+    def step(x: torch.Tensor) -> Any:
+        context = sg.get_replica_context()
+        assert context is not None
+        found = context.merge_call(merged, args=(x.mean(),), kwargs={"y": {"a": x}})
+        assert not sg.in_cross_replica_context()
+        assert sg.get_replica_context() is context
+        with pytest.raises(StrategyError, match="inside replica"):
+            context.merge_call(lambda strategy: strategy.run(int))
+        return found
+
+    batch = next(iter(strategy.distribute([torch.tensor([1.0, 2.0, 3.0])])))
+    results = strategy.local_results(strategy.run(step, args=(batch,)))
+    for mean, rows, own, number in results:
+        assert mean == 2.0
+        assert rows["a"].tolist() == [1.0, 2.0, 3.0]
+        assert number == 2
+        assert own.dim() == 0
+    assert [own.item() for _, _, own, _ in results] == [15.0, 30.0]
 
 
 def test_scopes_of_one_strategy_nest_and_can_be_entered_again(strategy: sg.MirroredStrategy) -> None:

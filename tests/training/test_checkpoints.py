@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from stratagem import _tree
 from stratagem.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -68,6 +69,13 @@ def test_tensors_that_share_memory_come_back(tmp_path: Path) -> None:
     assert torch.equal(loaded["whole"], whole)
     assert torch.equal(loaded["same"], whole)
     assert torch.equal(loaded["part"], whole[2:4])
+
+
+def test_keys_that_join_to_the_same_path_stay_apart(tmp_path: Path) -> None:
+    state = {"a/b": 1, "a": {"b": 2, "b'": 3}, "c": {1: 4, "1": 5}, "d": [6], "d/0": 7, "\ud800": 8, r"\ud800": 9}
+    tensors = _tree.map(lambda number: torch.full((2,), float(number)), state)
+    restored = load_checkpoint(save_checkpoint(tmp_path, 1, tensors))
+    assert _tree.map(lambda tensor: int(tensor[0]), restored) == state
 
 
 def test_oldest_are_dropped_and_the_newest_is_found(tmp_path: Path) -> None:
@@ -329,6 +337,20 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"at most 16 MiB besides its tensors, got 1\d\.\d MiB"):
         save_checkpoint(tmp_path, 1, {"losses": [0.1234567890123456] * 900_000})
     assert os.listdir(tmp_path) == []
+
+
+def test_states_that_are_none(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(10_000):
+        deep = [deep]
+    for state, message in (
+        ({"deep": deep}, "nested too deep for a checkpoint"),
+        ([1], "a dict of states by their names, got list"),
+        ({"big": 10**5000}, "an int in a checkpoint has at most 10000 bits, state/big has more"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            save_checkpoint(tmp_path, 1, state)  # type: ignore[arg-type]
+    assert all_checkpoints(tmp_path) == []
 
 
 def test_missing_checkpoint_is_an_error(tmp_path: Path) -> None:

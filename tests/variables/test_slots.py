@@ -63,6 +63,12 @@ def test_what_is_written_is_seen_in_views_and_what_has_no_state_is_left_out() ->
     assert views[10]["exp_avg"].stride() == first.stride()
     views[10]["exp_avg"].fill_(7.0)
     last = slots.parts[1]
-    assert slots.cell(next(cell for cell in last.cells if cell.key == "exp_avg")).tolist() == [7.0] * 3
+    shared = slots.cell(next(cell for cell in last.cells if cell.key == "exp_avg"))
+    assert 7.0 not in shared.tolist()
+    assert slots.is_written()  # it is this process' own until it is taken
+    slots.write({10: views[10]})
+    slots.drop_written()
+    assert shared.tolist() == [7.0] * 3
+    assert not slots.is_written()
     slots.write({})
     assert slots.views() == {}

@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from stratagem import __version__
+from stratagem._checks import require_folder
 from stratagem.cli.devices import devices
 from stratagem.cli.run import SETTINGS, RunCommand, run
-from stratagem.errors import StratagemError
+from stratagem.errors import LaunchError, StratagemError
 
 _USER_ERROR = 2
 
@@ -31,6 +32,7 @@ def stratagem(
     ] = False,
 ) -> None:
     """One training program on one device, on many devices or on many machines."""
+    require_folder(LaunchError)
 
 
 def main() -> None:

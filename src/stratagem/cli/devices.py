@@ -15,8 +15,16 @@ _NOTHING = "-"
 
 def devices(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show what is on each device and which processes use it, until Ctrl-C.")
+    ] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks with --watch.", min=0.1)] = 1.0,
 ) -> None:
     """Show physical and logical devices, their cores and their memory."""
+    if watch:
+        from stratagem.cli import watching
+
+        watching.watch(interval, as_json=as_json)
     # Imported here, for torch takes over a second and `stratagem --help` must not wait for it.
     from stratagem.devices import survey
 
@@ -30,12 +38,13 @@ def devices(
 def _show(found: "Survey") -> None:
     from stratagem.cli.tables import show
 
-    show(_physical_table(found), _logical_table(found))
+    show(physical_table(found), _logical_table(found))
     for note in found.notes:
         typer.echo(f"note: {note}")
 
 
-def _physical_table(found: "Survey") -> "Table":
+def physical_table(found: "Survey") -> "Table":
+    """All physical devices, with what is used of their memory."""
     from stratagem.cli.tables import table
     from stratagem.devices.device import mib
 

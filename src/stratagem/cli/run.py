@@ -70,6 +70,12 @@ def run(
         int, _in_cluster(metavar="N", help="Start all tasks again after a failure, up to N times.")
     ] = 0,
     grace: Annotated[float, _in_cluster(metavar="S", help="Seconds that tasks have to end when asked to.")] = 10.0,
+    heartbeat_timeout: Annotated[
+        float | None,
+        _in_cluster(
+            metavar="S", help="Seconds that a task may give no sign of life while its machine answers; 30 by default."
+        ),
+    ] = None,
     evaluator_grace: Annotated[
         float, _in_cluster(metavar="S", help="Seconds that the evaluator has after training.")
     ] = 60.0,
@@ -125,7 +131,8 @@ def run(
     in_cluster = workers is not None or ps or chief or evaluator or nnodes != 1 or ray is not None
     if ray is None and (cpus_per_worker is not None or gpus_per_worker is not None):
         raise LaunchError("--cpus-per-worker and --gpus-per-worker go with --ray; devices are named with --devices")
-    if not (only_says or in_cluster or max_restarts or log_dir or show or verbose):
+    supervised = in_cluster or max_restarts or log_dir or show or verbose or heartbeat_timeout is not None
+    if not (only_says or supervised):
         _execute(named, devices)
     # Imported here, for torch takes over a second and a program that is merely executed must not wait for it.
     from stratagem.cluster.launch.agent import Patience
@@ -142,6 +149,7 @@ def run(
         evaluator=evaluator,
         max_restarts=max_restarts,
         machine=Machine(node_rank, nnodes, rdzv_endpoint, local_addr, join_timeout),
+        heartbeat_timeout_s=heartbeat_timeout,
     )
     screen = _screen("all" if verbose else show)
     if ray is not None:

@@ -25,6 +25,11 @@ def show(*tables: Table) -> None:
         typer.echo(line.rstrip())
 
 
+def is_terminal() -> bool:
+    """Whether somebody looks at what is shown."""
+    return Console().is_terminal
+
+
 def ranges(cores: tuple[int, ...]) -> str:
     """Neighbouring numbers as ranges: `0-3,8`."""
     starts = [core for core in cores if core - 1 not in cores]

@@ -14,6 +14,7 @@ import socket
 import struct
 from typing import Final, final
 
+from stratagem.cluster import liveness
 from stratagem.cluster.membership import member_messages
 from stratagem.cluster.membership.member_messages import Body, MessageKind
 from stratagem.cluster.token import Token
@@ -79,12 +80,9 @@ class Channel:
         return _plain(self._writer.get_extra_info("peername")[0])
 
     @property
-    def is_answered(self) -> bool:
-        """Whether the other machine still confirms what it is sent, even if no program there reads it."""
-        connection: socket.socket = self._writer.get_extra_info("socket")
-        with contextlib.suppress(OSError):
-            return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[2] == 0  # tcpi_retransmits
-        return False
+    def unconfirmed_s(self) -> float:
+        """For how long the other machine has not confirmed what it is sent; 0 while it does."""
+        return liveness.unconfirmed_s(self._writer.get_extra_info("socket"))
 
     def send(self, kind: MessageKind, body: Body | None = None) -> None:
         """Sends a message, without waiting for it to be read.

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, Final, Self, TypeAlias, final
 
 from stratagem._caller import warn_caller
+from stratagem._checks import StaysHere, require_seconds
 from stratagem.cluster import channel as channels
 from stratagem.cluster import token as tokens
 from stratagem.cluster.address import SCHEME
@@ -39,7 +40,7 @@ class _TerminatedError(BaseException):
 
 
 @final
-class Server:
+class Server(StaysHere):
     """A task of a cluster, which answers on its address; as in TensorFlow.
 
     It listens on the address of its task only, and talks to nobody who does not have the token.
@@ -93,6 +94,7 @@ class Server:
         }
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._listeners: list[asyncio.Server] = []
+        self._service: Any = None
         self._told = threading.Event()
         self._is_running = False
         self._next_log = 0.0
@@ -151,6 +153,8 @@ class Server:
         Args:
             timeout_s: Waits no longer than so; the server goes on then.
         """
+        if timeout_s is not None:
+            require_seconds(ClusterSpecError, or_zero=True, timeout_s=timeout_s)
         with contextlib.suppress(KeyboardInterrupt, _TerminatedError), _noticing_termination():
             if not self._told.wait(timeout_s):
                 return
@@ -163,6 +167,7 @@ class Server:
             self._is_running = False
             self._thread.run(self._stop_listening())
             self._thread.stop()
+            self._service = None  # and with it the variables of sessions
 
     def stop_cluster(self) -> list[str]:
         """Tells the servers of all tasks to stop, this one too; returns the names of those that were reached."""
@@ -252,7 +257,9 @@ class Server:
     async def _serve_session(self, channel: Channel, body: Body) -> None:
         # Loads torch, which only tasks need that run graphs.
         service = await in_thread(lambda: importlib.import_module("stratagem.graphs.sessions.task_service"))
-        await service.serve(self.task, self.spec, channel, body)
+        if self._service is None:
+            self._service = service.TaskService(self.task, self.spec)
+        await self._service.serve(channel, body)
 
     async def _tell_all(self) -> list[str]:
         others = [task for task in self.spec.tasks if task != self.task and task.address is not None]

@@ -4,17 +4,24 @@ One semaphore for each ordered pair of replicas lies in shared memory; to arrive
 others, to wait is to take one post from each. Waits are cut into slices: after each, the caller's
 `attend` looks after the world (the controller: whether every child still lives), so that no wait
 outlives a peer. A replica that fails raises the abort flag, which ends the waits of all others.
+
+Each meeting says what it is for (`Purpose`). Replicas that meet for different purposes would take each
+other's numbers for what they are not; that is an error, which names both.
 """
 
+import contextlib
 import ctypes
+import enum
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import final
 
 import torch
 
+from stratagem._caller import calling_line
 from stratagem._clock import Clock
+from stratagem.collectives.collective import MismatchError
 from stratagem.errors import CollectiveError
 from stratagem.processes.region import PAGE_BYTES, Region
 
@@ -23,12 +30,43 @@ NUM_LOOKS = 200
 
 _SEMAPHORE_BYTES = 64
 _NOTE_BYTES = 512
-_NUM_FLAGS = 9
+_NUM_FLAGS = 15
+_PURPOSE_FLAG = _NUM_FLAGS - 3  # and the next: by turns, since a replica may be one meeting ahead
 _LEFT_FLAG = _NUM_FLAGS - 1
 _SLICE_S = 0.1
 _CLOCK_MONOTONIC = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Purpose(enum.IntEnum):
+    """What replicas meet for."""
+
+    EXCHANGE = 0
+    BACKWARD = 1
+    UPDATE = 2
+    SET_GRADIENTS = 3
+    END = 4
+    GRAPH = 5
+
+    def told(self) -> str:
+        """In words, with the line of the program."""
+        if self is Purpose.END:
+            return "at the end of its step"
+        return f"in {_WORDS[self]} at {calling_line()}"
+
+
+_WORDS = {
+    Purpose.EXCHANGE: "a collective",
+    Purpose.BACKWARD: "backward()",
+    Purpose.GRAPH: "backward(create_graph=True), which every replica must call,",
+    Purpose.UPDATE: "optimizer.step()",
+    Purpose.SET_GRADIENTS: "the sum of gradients that the step has set,",
+}
+_ADVICE = (
+    "every replica must call backward(), step() and collectives equally often and in the same order. One that has "
+    "nothing to add to a backward pass calls sg.get_replica_context().no_contribution() in its place"
+)
 
 
 class PeerAborted(CollectiveError):  # noqa: N818  # not an error of its own
@@ -68,6 +106,8 @@ class Signals:
         self._region = region
         self._num_looks = num_looks
         self._visit = 0
+        self._num_meetings = 0
+        self._purpose = Purpose.EXCHANGE
         self.waited_s = 0.0
         start = region.shared(torch.uint8, 0, 1).data_ptr()
         self._semaphores = [
@@ -76,7 +116,7 @@ class Signals:
         ]
         offset = size * size * _SEMAPHORE_BYTES
         self._aborted = region.shared(torch.int32, offset, 1)
-        self._flags = region.shared(torch.int64, offset + 64, size * _NUM_FLAGS).view(size, _NUM_FLAGS)
+        self._flags = region.shared(torch.int64, offset + 64, size * _NUM_FLAGS).view(size, _NUM_FLAGS).numpy()
         offset += 64 + 8 * size * _NUM_FLAGS
         self._notes = region.shared(torch.uint8, offset, size * _NOTE_BYTES).view(size, _NOTE_BYTES).numpy()
         self._aborted_view = self._aborted.numpy()
@@ -89,6 +129,7 @@ class Signals:
     def reset(self) -> None:
         """Makes everything as new; only while nobody waits."""
         self._aborted_view[0] = 0
+        self._num_meetings = 0
         for row in self._semaphores:
             for semaphore in row:
                 _libc.sem_init(semaphore, 1, 0)
@@ -107,13 +148,35 @@ class Signals:
     def enter(self, visit: int) -> None:
         """Begins a time in which all meet equally often; numbered alike everywhere."""
         self._visit = visit
+        self._num_meetings = 0
+
+    @contextlib.contextmanager
+    def meeting_for(self, purpose: Purpose) -> Iterator[None]:
+        """A block whose meetings have a purpose."""
+        before, self._purpose = self._purpose, purpose
+        try:
+            yield
+        finally:
+            self._purpose = before
 
     def leave(self) -> None:
         """Ends it: whoever still waits for this replica now waits in vain."""
         self._flags[self.rank, _LEFT_FLAG] = self._visit
 
     def barrier(self) -> None:
-        """Returns when every replica has called it. What they wrote before, all can read after."""
+        """Returns when every replica has called it. What they wrote before, all can read after.
+
+        Raises:
+            MismatchError: They have come for different purposes.
+        """
+        flag = _PURPOSE_FLAG + self._num_meetings % 2
+        self._num_meetings += 1
+        self._flags[self.rank, flag] = self._purpose
+        self._meet()
+        if (self._flags[:, flag] != self._purpose).any():
+            self._tell_apart()
+
+    def _meet(self) -> None:
         for target in range(self.size):
             if target != self.rank:
                 _libc.sem_post(self._semaphores[self.rank][target])
@@ -123,11 +186,20 @@ class Signals:
         if self._aborted_view[0]:
             raise PeerAborted("another replica has failed")
 
+    def _tell_apart(self) -> None:
+        """Raises the error of a meeting to which replicas came for different purposes: all of them come here."""
+        self.put_note(self._purpose.told())
+        self._meet()
+        told = self.notes()
+        self._meet()  # nobody writes another note before all have read these
+        other = next((rank for rank, each in enumerate(told) if each != told[0]), 0)  # the same in all replicas
+        raise MismatchError(f"replica 0 is {told[0]} while replica {other} is {told[other]}; {_ADVICE}")
+
     def exchange_flag(self, number: int, value: int) -> list[int]:
         """Gives every replica the small number of every other: a barrier that carries news."""
         self._flags[self.rank, number] = value
         self.barrier()
-        return [int(each) for each in self._flags[:, number]]
+        return self.flags(number)
 
     def put_flag(self, number: int, value: int) -> None:
         """Writes a small number that the others read after the next barrier."""
@@ -135,12 +207,12 @@ class Signals:
 
     def flags(self, number: int) -> list[int]:
         """The small numbers of all replicas, as of the last barrier."""
-        return [int(each) for each in self._flags[:, number]]
+        return self._flags[:, number].tolist()  # type: ignore[no-any-return]
 
     def put_note(self, text: str) -> None:
         """Writes a short text that the others read after the next barrier."""
         data = text.encode()[: _NOTE_BYTES - 1]
-        self._notes[self.rank, : len(data)] = list(data)
+        self._notes[self.rank, : len(data)] = memoryview(data)
         self._notes[self.rank, len(data)] = 0
 
     def notes(self) -> list[str]:
@@ -173,7 +245,7 @@ class Signals:
                 raise PeerAborted("another replica has failed")
             if has_left:
                 raise CollectiveError(
-                    f"replica {source} has finished this run while replica {self.rank} still waits for it; call "
-                    f"backward(), step() and collectives equally often in every replica"
+                    f"replica {source} has finished this run while replica {self.rank} still waits for it "
+                    f"{self._purpose.told()}; {_ADVICE}"
                 )
             self.attend(clock.now_s(), [source])

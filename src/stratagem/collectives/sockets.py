@@ -10,13 +10,13 @@ import errno
 import os
 import select
 import socket
-import struct
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 from stratagem._clock import Clock
+from stratagem.cluster.liveness import unconfirmed_s
 from stratagem.errors import CollectiveError
 
 _SLICE_S: Final = 0.1
@@ -27,8 +27,6 @@ _KEEP_ALIVE_S: Final = 2
 _MOST_PROBES: Final = 127  # it is for whoever waits to judge, not for the system
 # Linux: see `cluster/channel`.
 _TCP_THIN_LINEAR_TIMEOUTS: Final = 16
-# Of `struct tcp_info`: retransmits, probes, last_data_sent, last_ack_recv.
-_TCP_INFO: Final = struct.Struct("=2x2B40xI8xI")
 
 Attend = Callable[[float], None]
 
@@ -53,7 +51,6 @@ class Sockets:
         self._connections = dict(connections)
         self._names = names
         self._unsent: dict[int, deque[memoryview]] = {rank: deque() for rank in self._connections}
-        self._unanswered_s = dict.fromkeys(self._connections, 0.0)
         for each in self._connections.values():
             _prepare(each)
         _open.add(self)
@@ -123,9 +120,7 @@ class Sockets:
     def _look(self, ranks: Iterable[int]) -> None:
         """Whether what is sent to others still arrives, after a slice of time in which nothing moved."""
         for rank in ranks:
-            waits = _is_unanswered(self._connections[rank])
-            self._unanswered_s[rank] = self._unanswered_s[rank] + _SLICE_S if waits else 0.0
-            if self._unanswered_s[rank] > _CUT_OFF_S:
+            if unconfirmed_s(self._connections[rank]) > _CUT_OFF_S:
                 raise CutOffError(
                     f"the machine of {self.name(rank)} has not answered this one for {_CUT_OFF_S:g} s; the network "
                     f"between them is cut"
@@ -153,7 +148,6 @@ class Sockets:
             return False
         if not num_received:
             raise ConnectionResetError(errno.ECONNRESET, "the other side has hung up")
-        self._unanswered_s[rank] = 0.0
         rest = wanted.pop(rank)[num_received:]
         if len(rest):
             wanted[rank] = rest
@@ -173,17 +167,6 @@ def _prepare(connection: socket.socket) -> None:
             (socket.TCP_KEEPCNT, _MOST_PROBES),
         ):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _is_unanswered(connection: socket.socket) -> bool:
-    """Whether the other machine has not confirmed what it was last sent, though that was sent again, or asked."""
-    try:
-        state = _TCP_INFO.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
-    except OSError:  # its end is for whoever uses it
-        return False
-    num_retransmits, num_probes, since_sent, since_confirmed = state
-    # What is sent again to a process that does not read is confirmed, but not taken.
-    return bool(num_probes or (num_retransmits and since_confirmed > since_sent))
 
 
 def _view(data: Any) -> memoryview:

@@ -116,6 +116,7 @@ class LogicalDevice:
         num_threads: How many threads compute on them.
         memory_limit_bytes: How much memory it may use; `None` means all that there is.
         memory_growth: Whether memory is taken when needed, or all of the limit at the start.
+        is_limit_given: Whether a program has set the limit; a simulated device has one in any case.
     """
 
     device_type: str
@@ -126,6 +127,7 @@ class LogicalDevice:
     num_threads: int | None = None
     memory_limit_bytes: int | None = None
     memory_growth: bool = True
+    is_limit_given: bool = False
 
     @property
     def name(self) -> str:

@@ -18,6 +18,7 @@ class Share:
 
     cores: tuple[int, ...]
     memory_limit_bytes: int | None
+    is_limit_given: bool = False
 
 
 def divide(
@@ -39,7 +40,8 @@ def divide(
     if not cores and any(part.num_cores is not None for part in parts):
         raise DeviceConfigurationError(f"num_cores is for shares of a CPU; {device.name} is divided by memory_limit")
     shares = _core_shares(device, cores, parts) if cores else [()] * len(parts)
-    return [Share(*share) for share in zip(shares, limits, strict=True)]
+    given = [part.limit_bytes(details.total_memory_bytes) is not None for part in parts]
+    return [Share(*share) for share in zip(shares, limits, given, strict=True)]
 
 
 def check_parts(device: PhysicalDevice, parts: Sequence[LogicalDeviceConfiguration]) -> None:

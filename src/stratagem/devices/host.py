@@ -97,6 +97,15 @@ class Host:
         """The most that this process held since `reset_process_peak`."""
         return self._own_reading("VmHWM")
 
+    def memory_of(self, pid: int) -> tuple[int, int] | None:
+        """What another process holds in memory now, and the most that it held; `None` if it is gone."""
+        current, peak = (self._read_kib(f"proc/{pid}/status", field) for field in ("VmRSS", "VmHWM"))
+        return None if current is None or peak is None else (current, peak)
+
+    def command_of(self, pid: int) -> str:
+        """What another process runs."""
+        return _text(self.root / f"proc/{pid}/comm") or "?"
+
     def process_data_bytes(self) -> int:
         """What this process has reserved for itself: the figure that `RLIMIT_DATA` bounds."""
         return self._own_reading("VmData")

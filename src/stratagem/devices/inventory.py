@@ -8,13 +8,13 @@ shares is `division`'s, readings and limits of memory are `memory`'s and `servin
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 
 from stratagem import _env
 from stratagem._caller import calling_line, warn_caller
-from stratagem.devices import absence, lookup, masks, requested, simulated
+from stratagem.devices import absence, lookup, masks, requested, simulated, usage
 from stratagem.devices.accelerators import Accelerator, of_this_machine
 from stratagem.devices.device import DeviceDetails, LogicalDevice, LogicalDeviceConfiguration, PhysicalDevice
 from stratagem.devices.device_spec import CPU, GPU, KINDS, parse_kind
@@ -30,6 +30,18 @@ from stratagem.errors import (
     DeviceTypeError,
     DeviceWarning,
 )
+
+
+class Configuration(NamedTuple):
+    """What a program has set, and what it found: its process, its variables of the environment, and its cores."""
+
+    program: int
+    variables: tuple[str | None, ...]
+    cores: tuple[int, ...]
+    simulated: dict[str, Simulation]
+    visible: dict[str, tuple[PhysicalDevice, ...]]
+    parts: dict[PhysicalDevice, tuple[LogicalDeviceConfiguration, ...]]
+    growth: dict[PhysicalDevice, bool]
 
 
 @final
@@ -113,7 +125,7 @@ class Inventory:
         for device in chosen:
             if kind is not None and device.device_type not in kinds:
                 raise DeviceConfigurationError(
-                    f"{device.name} is not a {kinds[0]}; leave the kind out to choose devices of several kinds"
+                    f"{device.name} is not a {str(kind).upper()}; leave the kind out to choose devices of several kinds"
                 )
         self._require_unused("set_visible_devices()")
         wanted = {each: tuple(device for device in chosen if device.device_type == each) for each in kinds}
@@ -160,10 +172,18 @@ class Inventory:
             devices += [self._logical_device(index, *share) for index, share in enumerate(shares)]
         return devices
 
-    def configured(self) -> tuple[object, ...]:
+    def configured(self) -> "Configuration":
         """All that `logical` depends on, quick to compare: equal as long as the devices are the same."""
-        variables = _env.simulate(), _env.devices(), _env.cuda_visible_devices()
-        return *variables, dict(self._simulated), dict(self._visible), dict(self._parts), dict(self._growth)
+        chosen = dict(self._simulated), dict(self._visible), dict(self._parts), dict(self._growth)
+        return Configuration(usage.program(), _env.device_variables(), self._host_cores, *chosen)
+
+    def adopt(self, configuration: "Configuration") -> None:
+        """Takes the devices as another process of this program has configured them."""
+        usage.belong_to(configuration.program)
+        self._host_cores = configuration.cores
+        self._simulated, self._visible = dict(configuration.simulated), dict(configuration.visible)
+        self._parts, self._growth = dict(configuration.parts), dict(configuration.growth)
+        _env.take_device_variables(configuration.variables)
 
     # Finding one by name
 
@@ -325,7 +345,12 @@ class Inventory:
             num_threads=self.host.num_threads(len(share.cores), len(self._host_cores)) if share.cores else None,
             memory_limit_bytes=share.memory_limit_bytes,
             memory_growth=self._growth.get(device, True),
+            is_limit_given=share.is_limit_given or self._is_sized(device),
         )
+
+    def _is_sized(self, device: PhysicalDevice) -> bool:
+        """Whether a program has said how much memory a simulated device has."""
+        return device.simulated and self._simulations()[device.device_type].memory_limit is not None
 
     def _require_accelerator(self, device: DeviceLike) -> PhysicalDevice:
         physical = self.find_physical(device)
@@ -349,6 +374,8 @@ def this_process() -> Inventory:
 
 
 def _kinds(kind: str | None) -> tuple[str, ...]:
+    if isinstance(kind, str) and kind.strip().upper() == "TPU":
+        return ()  # a kind that programs ask for; none of torch's, so that there are never any
     return KINDS if kind is None else (parse_kind(kind),)
 
 

@@ -6,6 +6,7 @@ errors. `docs/decisions/0002-cpu-memory-limits.md` says why it is done this way.
 
 import contextlib
 import ctypes
+import errno
 import gc
 import re
 import resource
@@ -70,12 +71,28 @@ def naming(device: LogicalDevice, in_use_bytes: Callable[[], int]) -> Iterator[N
     the same error as one around it. It goes around `limited`, so that the limit is off while the
     message of any other error is made.
     """
+    _named.append((device, in_use_bytes))
     try:
         with _Naming(device, in_use_bytes) if device.memory_limit_bytes is not None else contextlib.nullcontext():
             yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, OSError) as error:
         _raise_named(error, device, in_use_bytes)
         raise
+    finally:
+        _named.pop()
+
+
+def named(error: BaseException) -> BaseException:
+    """The error that names the device which this process serves, if it has run out of memory; else the same error."""
+    try:
+        if _named and isinstance(error, MemoryError | RuntimeError | OSError):
+            _raise_named(error, *_named[-1])
+    except OutOfMemoryError as better:
+        return better.with_traceback(error.__traceback__)
+    return error
+
+
+_named: list[tuple[LogicalDevice, Callable[[], int]]] = []
 
 
 @final
@@ -101,8 +118,10 @@ class _Naming(TorchFunctionMode):
 
 def _raise_named(error: Exception, device: LogicalDevice, in_use_bytes: Callable[[], int]) -> None:
     """Raises the error that names the device; returns if `error` is about something else."""
-    out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        device.torch_device.type == "cpu" and any(words in str(error) for words in _WORDS)
+    out_of_memory = (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or getattr(error, "errno", None) == errno.ENOMEM
+        or (device.torch_device.type == "cpu" and any(words in str(error) for words in _WORDS))
     )
     if not out_of_memory or isinstance(error, OutOfMemoryError):
         return

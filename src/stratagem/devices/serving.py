@@ -6,6 +6,7 @@ A replica process serves its device for life; a program may serve one for a whil
 
 import contextlib
 import dataclasses
+import importlib
 import os
 import threading
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ from pathlib import Path
 import torch
 
 from stratagem._caller import warn_caller
+from stratagem.devices import usage
 from stratagem.devices.accelerators import Accelerator
-from stratagem.devices.device import LogicalDevice, mib
+from stratagem.devices.device import MIB, LogicalDevice, mib
 from stratagem.devices.device_spec import CPU
 from stratagem.devices.host import Host
 from stratagem.devices.inventory import Inventory, this_process
@@ -32,8 +34,10 @@ class _Served:
     baseline_bytes: int
 
 
+_SMALL_BYTES = 256 * MIB  # of which torch's own modules would take a part that matters
 _seat = threading.Lock()
 _served: list[_Served] = []
+_hosted: list[_Served] = []  # beside what else the process does
 
 
 @contextlib.contextmanager
@@ -71,8 +75,12 @@ _lives = contextlib.ExitStack()
 
 def serve_for_life(device: LogicalDevice) -> None:
     """Makes this process serve a device until it ends; for children, whose configuration is elsewhere."""
+    if device.is_limit_given and (device.memory_limit_bytes or 0) < _SMALL_BYTES:
+        # torch loads it with the first step of an optimizer: it is none of what the program takes.
+        importlib.import_module("torch._dynamo")
     _lives.enter_context(_seated(device))
-    _lives.enter_context(_on_host(device, Host()))
+    accelerator = this_process().accelerator(device.physical)
+    _lives.enter_context(_on_accelerator(device, accelerator) if accelerator else _on_host(device, Host()))
 
 
 def memory_info(device: DeviceLike, inventory: Inventory) -> dict[str, int]:
@@ -82,7 +90,7 @@ def memory_info(device: DeviceLike, inventory: Inventory) -> dict[str, int]:
         return accelerator.memory_info(logical.physical.index)
     baseline = _baseline_bytes(logical, inventory)
     if baseline is None:
-        return {"current": 0, "peak": 0}
+        return usage.of_this_program(logical.name) or {"current": 0, "peak": 0}
     return {
         "current": max(0, inventory.host.process_memory_bytes() - baseline),
         "peak": max(0, inventory.host.process_peak_bytes() - baseline),
@@ -103,10 +111,10 @@ def _baseline_bytes(device: LogicalDevice, inventory: Inventory) -> int | None:
 
     An undivided CPU, which every process runs on, counts all that the process holds.
     """
-    for served in _served:
-        if served.device.name == device.name:
-            return served.baseline_bytes
-    return 0 if device.device_type == CPU and len(inventory.logical(CPU)) == 1 else None
+    if device.device_type == CPU and len(inventory.logical(CPU)) == 1:
+        return next((served.baseline_bytes for served in _served if served.device.name == device.name), 0)
+    both = (*_served, *_hosted)
+    return next((served.baseline_bytes for served in both if served.device.name == device.name), None)
 
 
 @contextlib.contextmanager
@@ -144,22 +152,56 @@ def _on_host(device: LogicalDevice, host: Host) -> Iterator[None]:
 def _noted(device: LogicalDevice, baseline_bytes: int) -> Iterator[None]:
     _served.append(_Served(device, baseline_bytes))
     try:
-        yield
+        with usage.shown(device.name, device.memory_limit_bytes, baseline_bytes):
+            yield
     finally:
         _served.pop()
 
 
 @contextlib.contextmanager
+def hosting(device: LogicalDevice) -> Iterator[None]:
+    """Counts what this process takes in the block as being on a device, beside what else it does.
+
+    For the main program, which is a replica too: its cores, threads and limits are not the device's.
+    """
+    host = this_process().host
+    reads = device.torch_device.type == "cpu" and host.reads_memory()
+    hosted = _Served(device, host.process_memory_bytes() if reads else 0)
+    _hosted.append(hosted)
+    try:
+        with usage.shown(device.name, device.memory_limit_bytes, hosted.baseline_bytes):
+            yield
+    finally:
+        _hosted.remove(hosted)
+
+
+@contextlib.contextmanager
 def _on_accelerator(device: LogicalDevice, accelerator: Accelerator) -> Iterator[None]:
+    with _noted(device, 0), accelerator.selected(device.physical.index), _within_limit(device, accelerator):
+        if not device.memory_growth:
+            accelerator.reserve(device.physical.index, device.memory_limit_bytes)
+        yield
+
+
+@contextlib.contextmanager
+def _within_limit(device: LogicalDevice, accelerator: Accelerator) -> Iterator[None]:
     index, limit_bytes = device.physical.index, device.memory_limit_bytes
-    with _noted(device, 0), accelerator.selected(index), contextlib.ExitStack() as put_back:
+    with contextlib.ExitStack() as put_back:
         put_back.enter_context(naming(device, lambda: accelerator.memory_info(index)["current"]))
         if limit_bytes is not None:
             put_back.callback(accelerator.limit_memory, index, accelerator.memory_fraction(index))
             accelerator.limit_memory(index, limit_bytes / accelerator.details(index).total_memory_bytes)
-        if not device.memory_growth:
-            accelerator.reserve(index, limit_bytes)
         yield
+
+
+def limited_accelerator(
+    device: LogicalDevice, inventory: Inventory | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """A block in which torch's allocator holds the limit of an accelerator, if it has one."""
+    accelerator = (inventory or this_process()).accelerator(device.physical)
+    if accelerator is None or device.memory_limit_bytes is None:
+        return contextlib.nullcontext()
+    return _within_limit(device, accelerator)
 
 
 def _require_available(device: LogicalDevice, host: Host) -> None:

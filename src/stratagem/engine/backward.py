@@ -1,14 +1,17 @@
 """Wraps torch's backward, so that a pass inside a run belongs to its replica.
 
-Outside of runs a pass that reaches distributed parameters is refused: only one replica would compute it.
+Also what clips or unscales gradients: those that a step has set itself are summed before. Outside
+of runs a pass that reaches distributed parameters is refused: only one replica would compute it.
 """
 
 import functools
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from stratagem import _torch
 from stratagem.engine import context
 from stratagem.errors import StrategyError
 from stratagem.objects.tracking import pending_parameters
@@ -41,6 +44,12 @@ def install() -> None:
             _original_backward(tensors, grad_tensors, *args, **kwargs)
 
     torch.autograd.backward = backward
+    _torch.call_before_clips(_sum_set_gradients)
+
+
+def _sum_set_gradients(parameters: Sequence[torch.Tensor]) -> None:
+    if context.current_runs and context.state.replicas:
+        context.current_runs[-1].sum_set_gradients(parameters)
 
 
 def _backward_outside(*args: Any, **kwargs: Any) -> None:

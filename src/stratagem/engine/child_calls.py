@@ -4,10 +4,11 @@ The controller sends these functions by name; the objects in their arguments tra
 They keep what belongs to this child: its runtimes, the functions it was sent, results that wait.
 """
 
+import contextlib
 import gc
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,13 +16,16 @@ import torch
 
 from stratagem.collectives.reconnecting import Meet
 from stratagem.devices.device import LogicalDevice
-from stratagem.devices.serving import serve_for_life
+from stratagem.devices.inventory import Configuration, this_process
 from stratagem.engine.random_numbers import seed_of
 from stratagem.engine.recipe import Call, Recipe
 from stratagem.engine.replica import Replica
 from stratagem.engine.strategy_in_replica import StrategyInReplica
-from stratagem.objects import per_replica, state_diff
-from stratagem.objects.functions import ReceivedFunctions
+from stratagem.objects import captured, per_replica, state_diff
+from stratagem.placement import scopes
+from stratagem.placement.home import stay_at
+from stratagem.placement.log import log_placement
+from stratagem.placement.records import PlacementRecord
 from stratagem.processes.allocator import keep_freed_memory
 from stratagem.processes.child import this_child
 from stratagem.processes.region import Region
@@ -30,12 +34,21 @@ from stratagem.variables.slots import Slots
 
 
 class Answer(NamedTuple):
-    """What comes back from a run: whether parameters are still to be published, the time, bad gradients, the result."""
+    """What comes back from a run.
+
+    Attributes:
+        unsettled: Whether parameters are still to be published.
+        busy_s: How long it computed.
+        skipped: The replicas and parameters whose gradients were bad.
+        result: What the function returned.
+        placed: Where its operations ran, if the program listens.
+    """
 
     unsettled: bool
     busy_s: float
     skipped: list[tuple[int, str]]
     result: Any
+    placed: Sequence[PlacementRecord] = ()
 
 
 class Building(Protocol):
@@ -71,19 +84,30 @@ def join(
     scratch: Region,
     strategy: StrategyInReplica,
     meet: Meet | None = None,
+    configuration: Configuration | None = None,
 ) -> None:
     """Makes this child a replica of a strategy, on its device."""
     this_child().registry.add(0, strategy)  # type: ignore[union-attr]
+    settle(device, recipe.first + rank, configuration)
+    _joined[key] = _takers[key] = Replica(rank, recipe, meeting, scratch, strategy, meet=meet)
+
+
+def settle(device: LogicalDevice, replica: int, configuration: Configuration | None) -> None:
+    """Makes this child compute on its device, and see all devices as the program has configured them.
+
+    Args:
+        device: The device.
+        replica: Which replica or worker it is.
+        configuration: Of the program, if it is on this machine.
+    """
     if device.memory_limit_bytes is None:
         keep_freed_memory()
-    if device.torch_device.type == "cpu":
-        serve_for_life(device)
-        if hasattr(os, "SCHED_BATCH"):
-            # Replicas that share a core then take turns less often, and each has the cache longer.
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    else:
-        torch.accelerator.set_device_index(device.torch_device)
-    _joined[key] = _takers[key] = Replica(rank, recipe, meeting, scratch, strategy, meet=meet)
+    if configuration is not None:
+        this_process().adopt(configuration)
+    stay_at(device, replica)
+    if device.torch_device.type == "cpu" and hasattr(os, "SCHED_BATCH"):
+        # Replicas that share a core then take turns less often, and each has the cache longer.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def enter(key: int, taker: Taker) -> None:
@@ -129,23 +153,36 @@ def adopt_objects(key: int, objects: dict[int, Any]) -> None:
 def run(
     key: int,
     call: Call,
-    prepared: tuple[int, Any],
+    function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    delivery: captured.Delivery,
     unwanted: Sequence[int],
 ) -> "Answer":
     """Runs the user's function as this child's replica; drops results that nobody asked for."""
     for number in unwanted:
         _results.values.pop(number, None)
     runtime = _joined[key]
-    function = _functions.take(prepared)
     runtime.receive(call.written)
+    take(delivery, runtime.global_rank)
     state_diff.apply(call.changes, this_child().registry.resolve)  # type: ignore[union-attr]
     if call.seed is not None:
         seed_everything(seed_of(call.seed, runtime.global_rank))
-    with state_diff.surrounded_by(call.surroundings):
+    listening = log_placement() if call.surroundings.logs else contextlib.nullcontext()
+    with state_diff.surrounded_by(call.surroundings), listening as log, scopes.recording():
         result = runtime.run(call, function, args, kwargs)
-    return Answer(runtime.unsettled, runtime.busy_s, runtime.take_skipped(), per_replica.pack_result(result, _results))
+    packed = per_replica.pack_result(result, _results)
+    placed = log.records if log is not None else ()
+    return Answer(runtime.unsettled, runtime.busy_s, runtime.take_skipped(), packed, placed)
+
+
+def take(delivery: captured.Delivery, replica: int) -> None:
+    """Takes what the main program's functions use, and what it changed in that."""
+    captured.receive(delivery, this_child().registry, replica)  # type: ignore[union-attr]
+    if _garbage:
+        # What the program has dropped may have been in what has just been replaced.
+        _garbage.clear()
+        gc.collect()
 
 
 def publish_written(key: int) -> None:
@@ -186,8 +223,7 @@ def drop(key: int, names: Sequence[int]) -> None:
     _takers[key].drop(names)
     for name in names:
         child.registry.remove(name)  # type: ignore[union-attr]
-    _functions.clear()
-    gc.collect()
+    _garbage.append(None)
 
 
 def seed_everything(seed: int) -> None:
@@ -205,7 +241,7 @@ class _Results:
         self.next_number = 0
 
 
-_functions = ReceivedFunctions()
 _joined: dict[int, Replica] = {}
 _takers: dict[int, Taker] = {}  # those that have joined, and others
 _results = _Results()
+_garbage: list[None] = []  # whether anything was dropped that may not be gone yet

@@ -3,16 +3,22 @@
 Owns the stacks of open scopes and runs, and the public questions about them.
 """
 
+import contextlib
+import functools
+import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, final
 
+import numpy as np
 import torch
 
 from stratagem import _tree
+from stratagem.collectives import differentiable
 from stratagem.collectives.collective import Collective
 from stratagem.errors import StrategyError
+from stratagem.objects import per_replica
 from stratagem.objects.per_replica import PerReplica
 
 if TYPE_CHECKING:
@@ -41,6 +47,35 @@ class OpenRuntime(Protocol):
         """The modules and other objects that have been given out."""
 
 
+class Contributing(Protocol):
+    """A replica whose gradients are summed with those of others."""
+
+    @property
+    def all_counts(self) -> tuple[int, ...] | None:
+        """How many examples of this step each replica has, if that is known."""
+
+    @property
+    def all_counted(self) -> list[bool]:
+        """Which replicas have examples in this step."""
+
+    @property
+    def share(self) -> float:
+        """This replica's part of the examples."""
+
+    @property
+    def loss_weight(self) -> float:
+        """By which its losses count in what all replicas learn from the step."""
+
+    def weigh(self, number: float) -> float | None:
+        """Lets its losses count by a number over that of all; returns what to put back."""
+
+    def put_back_weight(self, before: float | None) -> None:
+        """Ends that."""
+
+    def no_contribution(self) -> None:
+        """Takes part in a backward pass of the others, and adds nothing to it."""
+
+
 @final
 class ReplicaContext:
     """What code inside `strategy.run` can ask and do; `sg.get_replica_context()` gives it.
@@ -50,6 +85,8 @@ class ReplicaContext:
         collective: How it exchanges tensors with the others.
         strategy: The strategy, as this replica sees it.
         updating: Makes an update of variables that others update at the same time.
+        replica: Whose gradients are summed with those of others; `None` if it trains alone.
+        share: What part of the rows of a step one that trains alone has.
     """
 
     def __init__(
@@ -58,10 +95,14 @@ class ReplicaContext:
         collective: Collective,
         strategy: Any,
         updating: Callable[[Callable[[], None]], None] = lambda update: update(),
+        replica: Contributing | None = None,
+        share: float = 1.0,
     ) -> None:
         self._rank = rank
         self._collective = collective
         self._updating = updating
+        self._replica = replica
+        self._share = share
         self.strategy = strategy
 
     @property
@@ -74,13 +115,85 @@ class ReplicaContext:
         """How many replicas work together."""
         return self._collective.size
 
+    @property
+    def has_examples(self) -> bool:
+        """Whether this replica has rows of the batch; else it has a copy of one, which counts for nothing."""
+        return self._counted[self._collective.rank] and self._share > 0
+
+    @property
+    def share(self) -> float:
+        """This replica's part of the rows of the global batch; 0 if it has none."""
+        return self._share if self._replica is None else self._replica.share
+
+    @property
+    def loss_weight(self) -> float:
+        """By which a loss of this replica counts: by its share, if nothing else was said with `weight`."""
+        return self._share if self._replica is None else self._replica.loss_weight
+
+    @property
+    def _counted(self) -> list[bool]:
+        counted = [] if self._replica is None else self._replica.all_counted
+        return counted if any(counted) else [True] * self._collective.size
+
     def all_reduce(self, op: str, value: Any) -> Any:
-        """The sum, mean, max or min over all replicas of a tensor, or of each in a nesting."""
-        return _tree.map(lambda each: self._collective.all_reduce(torch.as_tensor(each), op), value)
+        """The sum, mean, max or min over all replicas of a tensor, or of each in a nesting.
+
+        Gradients flow through it, to the replicas that they come from. Replicas without examples are left out.
+        """
+        op = per_replica.require_op(op)
+        reduce = functools.partial(differentiable.all_reduce, self._collective, op=op, counted=self._counted)
+        return _tree.map(lambda each: reduce(_tensor("all_reduce", each)), value)
 
     def all_gather(self, value: Any, axis: int = 0) -> Any:
-        """The tensors of all replicas, one after the other along an axis."""
-        return _tree.map(lambda each: torch.cat(self._collective.all_gather(torch.as_tensor(each)), dim=axis), value)
+        """The tensors of all replicas, one after the other along an axis; single numbers become a vector.
+
+        Gradients flow through it: a contrastive loss over the rows of all replicas trains as on one device. Replicas
+        without examples are left out; they themselves find the tensors of all.
+        """
+
+        def gathered(each: Any) -> torch.Tensor:
+            own = per_replica.as_vector(_tensor("all_gather", each))
+            per_replica.require_axis(axis, own)
+            parts = differentiable.all_gather(self._collective, own, self._counted)
+            return per_replica.joined("all_gather", parts, axis)
+
+        return _tree.map(gathered, value)
+
+    def weight(self, number: float) -> contextlib.AbstractContextManager[None]:
+        """Lets the losses of this replica count by a number over the sum of all replicas' numbers.
+
+        Without it a replica counts by its rows, which is right for a mean over rows. A mean over tokens (padding, an
+        `ignore_index`) counts by its tokens:
+
+            with sg.get_replica_context().weight((targets != -100).sum()):
+                loss.backward()
+
+        Every replica calls it. It holds for the backward passes inside the block; without `with`, for those that
+        follow in the step.
+
+        Args:
+            number: How much this replica's loss is the mean of; 0 if it has nothing to add.
+        Raises:
+            StrategyError: The number is negative or not finite.
+        """
+        is_number = isinstance(number, int | float | np.number) or (
+            isinstance(number, torch.Tensor | np.ndarray) and math.prod(number.shape) == 1
+        )
+        value = float(number) if is_number else math.nan
+        if not 0 <= value < math.inf:
+            raise StrategyError(f"a weight is a number of rows or tokens, 0 or more, got {number!r}")
+        if self._replica is None:
+            return contextlib.nullcontext()
+        return _Weight(self._replica, self._replica.weigh(value))
+
+    def no_contribution(self) -> None:
+        """Takes the place of a backward pass that the other replicas make: this one adds nothing to their gradients.
+
+        For a replica whose loss cannot be used (it is not finite, there are no labels), while others train: all must
+        call `backward()` equally often.
+        """
+        if self._replica is not None:
+            self._replica.no_contribution()
 
     def update(self, function: Callable[[], None]) -> None:
         """Calls a function that updates variables without an optimizer of torch's.
@@ -88,15 +201,101 @@ class ReplicaContext:
         Workers of a parameter server, who update the same variables, do it one after the other, each to the newest
         values. Elsewhere it is just called.
         """
+        if not callable(function):
+            raise StrategyError(f"update calls a function that changes variables, got {type(function).__name__}")
         self._updating(function)
 
-    def merge_call(self, function: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
+    def merge_call(
+        self, function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Calls `function(strategy, ...)` with the tensors of all replicas, when all have come here.
 
-        Each process calls it, with the same values: the arguments are `PerReplica` in all of them.
+        Each process calls it, with the same values: the arguments are `PerReplica` in all of them, for `reduce`,
+        `gather` and `local_results` of that strategy.
+
+        Args:
+            function: What is called.
+            args: Its arguments after the strategy: tensors, in any nesting.
+            kwargs: Its keyword arguments, likewise.
+        Returns:
+            What the function returns; of a `PerReplica` in it, the value of this replica.
         """
-        merged = _tree.map(lambda each: PerReplica(self._collective.all_gather(torch.as_tensor(each))), args)
-        return function(self.strategy, *merged)
+        if not callable(function) or not isinstance(args, tuple | list) or not isinstance(kwargs, dict | None):
+            raise StrategyError(
+                f"merge_call takes a function of the strategy, a tuple of its other arguments and a dict of those with "
+                f"names, got {function!r}, {args!r} and {kwargs!r}"
+            )
+        counts = None if self._replica is None else self._replica.all_counts
+
+        def merged(each: Any) -> PerReplica:
+            return PerReplica(self._collective.all_gather(_tensor("merge_call", each)), counts)
+
+        given, named = _tree.map(merged, (tuple(args), kwargs or {}))
+        state.merging.append(MergedStrategy(self.strategy))
+        try:
+            result = function(state.merging[-1], *given, **named)
+        finally:
+            state.merging.pop()
+        return per_replica.select(result, self._collective.rank)
+
+
+@final
+class MergedStrategy:
+    """A strategy in the function of `merge_call`, which has the values of all replicas: nobody needs to be asked.
+
+    Args:
+        strategy: The strategy, as its replica sees it.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def reduce(self, op: str, value: Any, axis: int | None = None, *, weighted: bool = True) -> Any:
+        """One value of the values of all replicas, along an axis if one is given; a mean counts by their examples."""
+        per_replica.require_op(op)
+        return _of_all(lambda each: per_replica.reduce(op, each, axis, weighted=weighted), value)
+
+    def gather(self, value: Any, axis: int = 0, *, pad: float | None = None) -> Any:
+        """The tensors of all replicas that have examples, one after the other along an axis."""
+        return _of_all(lambda each: per_replica.gather(each, axis, pad), value)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """The values of all replicas that have examples, as a tuple."""
+        return per_replica.local_results(value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+
+def _of_all(function: Callable[[PerReplica], Any], value: Any) -> Any:
+    """A function on what is of all replicas in a nesting; other values are as they are."""
+    return _tree.map_only(PerReplica, function, value)
+
+
+@final
+class _Weight:
+    """A block in which losses have a weight; it holds from the call of `weight` on."""
+
+    def __init__(self, replica: Contributing, before: float | None) -> None:
+        self._replica = replica
+        self._before = before
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._replica.put_back_weight(self._before)
+
+
+def _tensor(what: str, value: Any) -> torch.Tensor:
+    """What a replica exchanges with the others; refuses what is no tensor before any of them waits for it."""
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise StrategyError(
+            f"{what} exchanges tensors, arrays and numbers, also in a nesting, got {type(value).__name__} {value!r}; "
+            f"leave it out, or make a tensor of it"
+        ) from error
 
 
 class Reader(Protocol):
@@ -110,6 +309,8 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.scopes: list[Any] = []  # strategies
         self.replicas: list[ReplicaContext] = []
+        self.merging: list[MergedStrategy] = []  # the functions of `merge_call` that the code is in
+        self.held_back: list[object] = []  # whose runs leave every replica its own gradients
 
 
 state = _State()
@@ -134,14 +335,24 @@ def has_strategy() -> bool:
     return bool(state.scopes or state.replicas)
 
 
-def get_replica_context() -> ReplicaContext | None:
+def current_replica() -> ReplicaContext | None:
     """The replica that the code runs in, or `None` outside `strategy.run`."""
     return state.replicas[-1] if state.replicas else None
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the code runs in the controller, outside any replica."""
-    return not state.replicas
+    """Whether the code sees all replicas: in a scope outside `strategy.run`, or in the function of `merge_call`."""
+    return bool(state.merging) or (bool(state.scopes) and not state.replicas)
+
+
+@contextlib.contextmanager
+def outside_replicas() -> Iterator[None]:
+    """A block in the function of a worker that may do what else only the main program does."""
+    replicas, state.replicas = state.replicas, []
+    try:
+        yield
+    finally:
+        state.replicas = replicas
 
 
 def require_controller(what: str) -> None:

@@ -9,21 +9,22 @@ import gc
 import itertools
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast, final
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, Protocol, final
 
 import torch
 
 from stratagem import _tree
-from stratagem.engine import child_calls
+from stratagem.engine import child_calls, context, foreign_metrics
 from stratagem.engine.recipe import Recipe
 from stratagem.errors import StrategyError
 from stratagem.objects import state_diff
 from stratagem.objects.tracking import Tracker
-from stratagem.processes.packing import can_be_packed, find_unsendable, pack
+from stratagem.processes.packing import can_be_packed, pack, refusal
 from stratagem.processes.registry import Registry
+from stratagem.variables import aggregation
 from stratagem.variables.agreement import settings_of
-from stratagem.variables.optimizer_slices import parameters_of
+from stratagem.variables.optimizer_slices import StateMark, parameters_of
 from stratagem.variables.slices import SplitUpdate
 
 
@@ -35,10 +36,6 @@ class Receivers(Protocol):
     @abstractmethod
     def ask_children(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Calls a function of the library in every child, and waits for all answers."""
-
-    @abstractmethod
-    def forget_functions(self) -> None:
-        """Sends functions anew the next time: something that they used is gone."""
 
     @abstractmethod
     def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str], settings: Sequence[str]) -> None:
@@ -93,7 +90,8 @@ class Distribution:
         self.tracker = Tracker()
         self._replicas = weakref.proxy(replicas)
         self._names = itertools.count(1)
-        self._reloaded: set[int] = set()  # optimizers that run whole, whose state the others must take
+        self._reloaded: set[int] = set()  # optimizers whose state the others must take
+        self._marks: dict[int, StateMark] = {}  # of optimizers that run whole: their state when all had the same
         self._state: state_diff.Snapshot = {}
 
     @torch.inference_mode(mode=False)  # tensors that are placed now are trained later
@@ -101,7 +99,6 @@ class Distribution:
         """Distributes new objects, and the state of optimizers that the controller gave them."""
         dropped = self.registry.take_dropped()
         if dropped:
-            self._replicas.forget_functions()
             self._replicas.ask_children(child_calls.drop, self._replicas.key, dropped)
             own.drop(dropped)
         # What a distributed module holds is distributed too, wherever it was made.
@@ -111,6 +108,7 @@ class Distribution:
         made = self.tracker.take()
         if made:
             try:
+                foreign_metrics.adapt(made)
                 self._check(made)
                 self._distribute(made, own)
             except BaseException:
@@ -122,10 +120,11 @@ class Distribution:
                 self._check_optimizer(obj, set())  # groups may have been added
         for name, update in own.updates.items():
             if name in live:
-                self._give_slots(update, name)
+                self._give_slots(update, name, loaded=name in self._reloaded or update.is_state_changed())
         # What is kept once, the others do not need.
-        reloaded, self._reloaded = (set() if own.recipe.kept_on else self._reloaded), set()
-        for name in reloaded & live.keys():
+        changed = {name for name, mark in self._marks.items() if name in live and not mark.is_of(live[name])}
+        reloaded, self._reloaded = (set() if own.recipe.kept_on else self._reloaded | changed), set()
+        for name in (reloaded & live.keys()) - own.updates.keys():
             optimizer = live[name]
             state = _tree.map_only(torch.Tensor, torch.Tensor.cpu, type(optimizer).state_dict(optimizer))
             self._replicas.ask_children(child_calls.load_whole_state, self._replicas.key, name, state)
@@ -136,13 +135,22 @@ class Distribution:
 
     def note_state(self) -> None:
         """Takes the state after a run, which is the same in all replicas, as the one to compare with."""
-        self._state = state_diff.snapshot(self._controlled())
+        named = self._controlled()
+        self._state = state_diff.snapshot(named)
+        self._marks = {name: StateMark(named[name], versions=True) for name in self._marks if name in named}
+
+    def let_go(self) -> None:
+        """Keeps nothing of the program's alive any more; no run follows."""
+        self._marks.clear()
+        self._state.clear()
 
     def forget_state(self, own: MainSide) -> None:
         """After a run that failed replicas may be in different states: the next run sends everything."""
-        self._state = state_diff.hooks_only(self._state)
-        optimizers = {name for name, obj in self.registry.live().items() if isinstance(obj, torch.optim.Optimizer)}
-        self._reloaded = optimizers - own.updates.keys()
+        self._state = {}
+        live = self.registry.live()
+        self._reloaded = {name for name, obj in live.items() if isinstance(obj, torch.optim.Optimizer)}
+        for update in [each for name, each in own.updates.items() if name in live]:
+            update.forget_changes()
         own.copies.forget_state()
 
     def _controlled(self) -> dict[int, Any]:
@@ -150,19 +158,42 @@ class Distribution:
         named.pop(0, None)
         return named
 
-    def reference_in_run(self, obj: Any) -> int | None:
-        """The name of an object that a function mentions; refuses models that were made elsewhere."""
+    def reference_in_run(self, obj: Any, given: Container[int] = (), parts: Container[int] = ()) -> int | None:
+        """The name of an object that a function mentions; refuses what was made elsewhere and can be trained.
+
+        Args:
+            obj: The object.
+            given: The tensors that are arguments of the function, by `id`: they are its inputs.
+            parts: Those among them that are parts of a batch.
+        """
         name = self.registry.reference(obj)
-        if name is None and isinstance(obj, torch.nn.Module | torch.optim.Optimizer | torch.nn.Parameter):
-            self._refuse(obj)
+        if name is None and isinstance(obj, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
+            self._refuse(obj, given, parts)
         return name
 
-    def _refuse(self, obj: Any) -> None:
+    def _refuse(self, obj: Any, given: Container[int], parts: Container[int]) -> None:
+        if isinstance(obj, torch.Tensor) and not isinstance(obj, torch.nn.Parameter):
+            if obj.grad_fn is not None and id(obj) not in parts:
+                raise StrategyError(
+                    f"a tensor of shape {tuple(obj.shape)} with a graph ({obj.grad_fn.name()}) cannot be sent to the "
+                    f"replicas: gradients would not come back through it; compute it inside the function, or send "
+                    f"tensor.detach()"
+                )
+            if obj.requires_grad and id(obj) not in given:
+                raise StrategyError(
+                    f"the function uses a tensor of shape {tuple(obj.shape)} with requires_grad=True that is no "
+                    f"parameter, so that each replica would train one of its own; make it "
+                    f"torch.nn.Parameter(...) inside strategy.scope(), or give it as an argument or detached"
+                )
+            return
         self.tracker.refuse_if_elsewhere(obj)
         where = "created outside strategy.scope(); create it inside `with strategy.scope():`, or call strategy.adopt"
         if isinstance(obj, torch.nn.Module):
             number = len(list(obj.parameters()))
-            if number or list(obj.buffers()):
+            # Buffers that no step changes are constants, such as the weights of classes.
+            has_statistics = any(getattr(each, "running_mean", None) is not None for each in obj.modules())
+            is_metric = aggregation.is_chosen(obj) or any(map(foreign_metrics.is_one, obj.modules()))
+            if number or has_statistics or is_metric:
                 raise StrategyError(f"model {type(obj).__name__} ({number} parameters) was {where}(model)")
         elif isinstance(obj, torch.optim.Optimizer):
             raise StrategyError(f"optimizer {type(obj).__name__} was {where}(optimizer), after the model")
@@ -170,14 +201,18 @@ class Distribution:
             raise StrategyError(f"a parameter of shape {tuple(obj.shape)} was {where}(its module)")
 
     def _distribute(self, made: Sequence[Any], own: MainSide) -> None:
-        others = {next(self._names): each for each in made if not isinstance(each, torch.Tensor)}
-        modules = [each for each in others.values() if isinstance(each, torch.nn.Module)]
+        modules = [each for each in made if isinstance(each, torch.nn.Module)]
         tensors: dict[int, torch.Tensor] = {id(each): each for each in made if isinstance(each, torch.Tensor)}
         for module in modules:
             for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
                 tensors.setdefault(id(tensor), tensor)
+        new = [each for each in tensors.values() if each not in self.registry]
+        # Sparse tensors have no place next to others; they travel as objects do.
+        apart = [each for each in new if each.layout != torch.strided]
+        loose = [each for each in made if not isinstance(each, torch.Tensor)]
+        others: dict[int, Any] = {next(self._names): each for each in (*apart, *loose)}
         labels = _labels(modules)
-        named = [(next(self._names), each) for each in tensors.values() if each not in self.registry]
+        named = [(next(self._names), each) for each in new if each.layout == torch.strided]
         self._require_sendable(others, {id(tensor): name for name, tensor in named})
         settings = [settings_of(each) for each in others.values() if isinstance(each, torch.optim.Optimizer)]
         self._replicas.make_equal([tensor for _, tensor in named], labels, settings)
@@ -187,7 +222,7 @@ class Distribution:
             self.registry.add(name, tensor)
         for placed in variables:
             own.copies.add(placed, dict(named))
-        self._state |= state_diff.snapshot(dict(named))
+        self._state |= state_diff.sent_with_tensors(dict(named))
         self._replicas.ask_children(child_calls.adopt_objects, self._replicas.key, others)
         for name, obj in others.items():
             self.registry.add(name, obj)
@@ -195,10 +230,10 @@ class Distribution:
         for name, obj in others.items():
             if name in own.updates:
                 self._show_whole_state(own.updates[name], name)
-            elif isinstance(obj, torch.optim.Optimizer):
-                self._pass_on_state(obj, name)
+            elif isinstance(obj, torch.optim.Optimizer) and not own.recipe.kept_on:
+                self._marks[name] = StateMark(obj, versions=True)
         # Of the new ones only: what was changed in others has not been sent yet.
-        self._state |= state_diff.snapshot({**dict(named), **others})
+        self._state |= state_diff.snapshot(others)
 
     def _require_sendable(self, objects: dict[int, Any], names: dict[int, int]) -> None:
         """Refuses objects that cannot travel, before anything is placed.
@@ -216,16 +251,18 @@ class Distribution:
         except Exception as error:
             refused = [each for each in objects.values() if not can_be_packed(each, reference)]
             inner = [each for each in refused if not _holds_one_of(each, refused)]
-            part, where = find_unsendable((inner or [objects])[0], lambda each: can_be_packed(each, reference))
-            raise StrategyError(
-                f"a {type(part).__name__} cannot be sent to the replicas{f' ({where})' if where else ''}: {error}. "
-                f"Make it where it is used, or leave it out"
-            ) from error
+            instead = "Make it where it is used, or leave it out"
+            raise refusal("the replicas", (inner or [objects])[0], reference, error, instead) from error
 
     def _check(self, made: Sequence[Any]) -> None:
         """Refuses what cannot be distributed, before anything is."""
         new = {id(each) for each in made}
         for obj in made:
+            if isinstance(obj, torch.jit.ScriptModule):
+                raise StrategyError(
+                    f"a scripted {obj.original_name} cannot be copied to the replicas; make the module itself in the "
+                    f"scope, and call torch.jit.script after the training, or torch.compile"
+                )
             if isinstance(obj, torch.nn.Module):
                 new |= {id(each) for each in obj.parameters(recurse=False)}
                 if any(map(torch.nn.parameter.is_lazy, obj.parameters(recurse=False))):
@@ -240,6 +277,12 @@ class Distribution:
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, new: set[int]) -> None:
         parameters = parameters_of(optimizer)
         foreign = [each for each in parameters if each not in self.registry and id(each) not in new]
+        if foreign and not isinstance(foreign[0], torch.nn.Parameter):
+            raise StrategyError(
+                f"optimizer {type(optimizer).__name__} holds a tensor of shape {tuple(foreign[0].shape)} that is no "
+                f"parameter, so that each replica would train one of its own; make it torch.nn.Parameter(...) inside "
+                f"strategy.scope()"
+            )
         if foreign:
             self.tracker.refuse_if_elsewhere(foreign[0])
             raise StrategyError(
@@ -256,29 +299,15 @@ class Distribution:
             update.take_slots(slots, loaded=loaded)
 
     def _show_whole_state(self, update: SplitUpdate, name: int) -> None:
-        """Lets the controller's optimizer show and take the state that all replicas share."""
+        """Lets the controller's optimizer show the state that all replicas share."""
         kind, distribution = type(update.optimizer), weakref.proxy(self)
 
         def state_dict() -> dict[str, Any]:
-            distribution._give_slots(update, name)  # a run may have added parameters
+            if not context.current_runs:
+                distribution._give_slots(update, name)  # a run may have added parameters
             return kind.state_dict(update.optimizer)
 
-        def load(state: dict[str, Any]) -> None:
-            kind.load_state_dict(update.optimizer, state)
-            distribution._give_slots(update, name, loaded=True)
-
         update.optimizer.state_dict = state_dict  # type: ignore[method-assign]
-        update.optimizer.load_state_dict = load  # type: ignore[method-assign,assignment]
-
-    def _pass_on_state(self, optimizer: torch.optim.Optimizer, name: int) -> None:
-        """Lets all replicas have the state that the controller loads into an optimizer that runs whole."""
-        kind, own, distribution = type(optimizer), weakref.ref(optimizer), weakref.proxy(self)
-
-        def load(state: dict[str, Any]) -> None:
-            kind.load_state_dict(cast(torch.optim.Optimizer, own()), state)
-            distribution._reloaded.add(name)
-
-        optimizer.load_state_dict = load  # type: ignore[method-assign,assignment]
 
 
 def _holds_one_of(obj: Any, others: Sequence[Any]) -> bool:

@@ -1,9 +1,14 @@
-"""Makes children of this machine replicas of a strategy, from the controller's side."""
+"""Makes children of this machine replicas of a strategy and connects them, from the controller's side."""
 
+import contextlib
+import tempfile
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from stratagem.collectives.reconnecting import TorchLink
+from stratagem.collectives.signals import PeerAborted
 from stratagem.devices.device import LogicalDevice
+from stratagem.devices.inventory import this_process
 from stratagem.engine import child_calls
 from stratagem.engine.recipe import Recipe
 from stratagem.engine.strategy_in_replica import StrategyInReplica
@@ -36,12 +41,13 @@ def join(
     scratch: Region,
 ) -> None:
     """Gives every child its device and the memory in which all meet."""
+    configuration = this_process().configured()
     group.call(
         child_calls.join,
         [
             (
                 *(key, rank, device, recipe, meeting, scratch),
-                StrategyInReplica(rank, devices, recipe.first, recipe.total),
+                *(StrategyInReplica(rank, devices, recipe.first, recipe.total), None, configuration),
             )
             for rank, device in enumerate(devices)
             if rank
@@ -49,3 +55,24 @@ def join(
     )
     group.collect()
     raise_first(None, group.failures())
+
+
+def connect(group: ChildGroup, key: int, own: TorchLink, started: contextlib.ExitStack | None) -> None:
+    """Connects replica 0 and the children, all at once.
+
+    Args:
+        group: The children.
+        key: By which they know the strategy.
+        own: The connection of replica 0.
+        started: Where to leave the file in which they meet, if it has to last as long as the connection does.
+    """
+    with contextlib.ExitStack() as folders:
+        path = folders.enter_context(tempfile.TemporaryDirectory(prefix="stratagem-")) + "/store"
+        group.call_all(child_calls.connect, key, path)
+        with contextlib.suppress(PeerAborted):  # then a child says why
+            own.connect(path)
+        group.collect()
+        raise_first(None, group.failures(besides=PeerAborted))
+        # Else it goes at once: a program that is killed must not leave it behind.
+        if started is not None:
+            started.push(folders.pop_all())

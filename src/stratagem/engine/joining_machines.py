@@ -40,6 +40,7 @@ def join_workers(
     signature: Mapping[str, Any],
     *,
     join_timeout_s: float,
+    heartbeat_timeout_s: float | None,
     worker_timeout_s: float,
     allow_all_interfaces: bool = False,
 ) -> Workers | None:
@@ -51,7 +52,8 @@ def join_workers(
         num_replicas: How many replicas this worker has.
         signature: What must be the same in all workers.
         join_timeout_s: How long to wait for all of them to come.
-        worker_timeout_s: How long to wait for a worker that lives but does not come, from then on.
+        heartbeat_timeout_s: How long one whose machine answers may give no sign of life, from then on.
+        worker_timeout_s: How long to wait for a worker that lives but does not come.
         allow_all_interfaces: Whether the first worker may listen on all addresses of its machine.
     """
     _check_first(resolver)
@@ -71,6 +73,7 @@ def join_workers(
         jobs=jobs,
         signature={"strategy": strategy, **signature},
         join_timeout_s=join_timeout_s,
+        heartbeat_timeout_s=heartbeat_timeout_s,
         allow_all_interfaces=allow_all_interfaces,
     ).join()
     try:

@@ -18,14 +18,17 @@ from typing import Any, ParamSpec, TypeVar, final
 import torch
 
 from stratagem._caller import calling_line
+from stratagem._checks import require_folder
+from stratagem._turns import Turn
+from stratagem.devices.inventory import this_process
 from stratagem.engine import backward, child_calls
 from stratagem.engine.distribution import Distribution, Receivers
 from stratagem.engine.machines import Alone, Workers
 from stratagem.engine.replica import Replica
-from stratagem.errors import StrategyError
+from stratagem.errors import StrategyError, in_words
 from stratagem.objects.tracking import Tracker
 from stratagem.processes.group import ChildGroup
-from stratagem.processes.losses import Fatal, raise_first
+from stratagem.processes.losses import STOP_GRACE_S, Fatal, raise_first
 from stratagem.processes.registry import Registry
 from stratagem.variables.slices import SplitUpdate
 
@@ -55,6 +58,7 @@ class Driver(Receivers, ABC):
     """
 
     def __init__(self, owner: Any) -> None:
+        require_folder()
         self.distribution = Distribution(self)
         self.key = next(_keys)
         self.closed_at: str | None = None
@@ -62,12 +66,14 @@ class Driver(Receivers, ABC):
         self._name = type(owner).__name__
         self._process = os.getpid()
         self._started = contextlib.ExitStack()  # what lasts until the end
+        self.turn = Turn()
         _open.add(self)
         backward.install()
 
     def _hold(self, resources: Resources) -> None:
         """Takes what has to end, also if the program drops the strategy without closing it."""
         self._resources = resources
+        self._started.enter_context(this_process().in_use(f"{self._name}()"))
         self._ending = weakref.finalize(self, _end_dropped, resources, self._process)
         self._ending.atexit = False  # `_close_all` is sooner
 
@@ -99,9 +105,31 @@ class Driver(Receivers, ABC):
     def tell_others(self, error: BaseException) -> None:
         """The program has failed: whoever waits for it, or whom it waits for, is told."""
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """A block around runs that leave every replica its own gradients."""
+        raise StrategyError(
+            f"no_sync() of {self._name} was entered in the main program, but each run is given to any worker, so that "
+            f"gradients of several would not come together; add up gradients inside the function of one run"
+        )
+
     def with_workers(self) -> contextlib.AbstractContextManager[None]:
         """A block after whose failure other machines, if there are any, cannot go on."""
         return contextlib.nullcontext()
+
+    def in_turn(
+        self, what: str, *, refusal: str = "", timeout_s: float | None = None
+    ) -> contextlib.AbstractContextManager[bool]:
+        """A block in which no other thread uses the processes.
+
+        Args:
+            what: What is done in it.
+            refusal: Why another thread is not waited for, if so, and what to do.
+            timeout_s: After which time the block begins all the same.
+        """
+        # After a fork, whoever had the turn is not there any more; nothing can be done there but to refuse.
+        if not self.is_home:
+            return contextlib.nullcontext(True)
+        return self.turn.taken(what, refusal=refusal, timeout_s=timeout_s)
 
     # How it ends
 
@@ -117,20 +145,24 @@ class Driver(Receivers, ABC):
 
     def close(self) -> None:
         """Finishes what is under way and ends the processes; distributed objects become plain, with all their state."""
-        if self.closed_at is None and self.is_home:
-            try:
-                self._finish()
-            finally:
-                self.end()
+        if not self.is_home:
+            return
+        with self.in_turn("strategy.close()"):
+            if self.closed_at is None:
+                try:
+                    self._finish()
+                finally:
+                    self.end()
 
     def end(self, cause: BaseException | None = None) -> None:
         """Ends the processes at once; nothing can be run any more."""
-        because = "" if cause is None else f" because {type(cause).__name__}: {cause}"
+        because = "" if cause is None else f" because {in_words(cause)}"
         because = " by Ctrl-C" if isinstance(cause, KeyboardInterrupt) else because
         self.closed_at = self.closed_at or calling_line() + because
         _open.discard(self)
         self._ending.detach()
         self._give_up(cause)
+        self.distribution.let_go()
         if self.is_home:
             self._resources.end()
 
@@ -188,9 +220,14 @@ def _close_all() -> None:
     error = getattr(sys, "last_value", None)  # what has ended the program, if anything
     for driver in list(_open):
         try:
-            if error is not None:
-                driver.tell_others(error)
-            driver.close()
+            # A thread that nobody waits for may be in a run.
+            with driver.in_turn("the end of the program", timeout_s=STOP_GRACE_S) as is_alone:
+                if error is not None:
+                    driver.tell_others(error)
+                if is_alone:
+                    driver.close()
+                else:
+                    driver.end(error)
         except Exception as failure:  # of a step that nobody has looked at
             sys.excepthook(type(failure), failure, failure.__traceback__)
 

@@ -7,29 +7,32 @@ live is decided by `distribution`; strategies only choose how these parts are pu
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
 
 from stratagem import _tree
+from stratagem._turns import Turn
 from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import PeerAborted, Signals
 from stratagem.devices.device import LogicalDevice
-from stratagem.devices.inventory import this_process
+from stratagem.devices.serving import hosting
 from stratagem.engine import child_calls, context
-from stratagem.engine.connecting import connect
-from stratagem.engine.joining import Elsewhere, join
+from stratagem.engine.joining import Elsewhere, connect, join
 from stratagem.engine.lifecycle import Driver, ReplicaResources
 from stratagem.engine.machines import Alone, Workers
-from stratagem.engine.nonfinite import NonFinite
+from stratagem.engine.notices import NonFinite, Stragglers
 from stratagem.engine.random_numbers import RandomNumbers
 from stratagem.engine.recipe import Call, Recipe, Step
 from stratagem.engine.replica import Replica
-from stratagem.engine.stragglers import Stragglers
 from stratagem.errors import ReplicaError, StrategyError
 from stratagem.objects import per_replica
-from stratagem.objects.functions import FunctionCache
+from stratagem.objects.captured import Captured
+from stratagem.objects.tracking import pending_parameters
+from stratagem.placement import log, residence, scopes
+from stratagem.placement.home import at_home
 from stratagem.processes import losses
 from stratagem.processes.affinity import pinned
 from stratagem.processes.allocator import freed_memory_kept
@@ -37,7 +40,9 @@ from stratagem.processes.group import ChildGroup, GroupMember, PendingCall
 from stratagem.processes.interrupts import Interrupts
 from stratagem.processes.losses import Fatal, raise_first
 from stratagem.processes.region import Region
+from stratagem.processes.registry import Registry
 from stratagem.variables import agreement
+from stratagem.variables.aggregation import is_agreed_on
 
 
 @final
@@ -63,6 +68,7 @@ class LocalReplicas(Driver):
         elsewhere: Elsewhere | None = None,
     ) -> None:
         super().__init__(owner)
+        self.turn = _turn
         self._devices = tuple(devices)
         self._recipe = recipe
         self._workers = workers or Alone()
@@ -73,7 +79,7 @@ class LocalReplicas(Driver):
             stall_timeout_s=stall_timeout_s,
             children=elsewhere.children if elsewhere is not None else None,
         )
-        self._functions = FunctionCache(self.distribution.registry.__contains__)
+        self._captured = Captured(self.distribution.registry)
         self._random_numbers = RandomNumbers(recipe.first, apart=recipe.num_machines > 1)
         self._stragglers = Stragglers()
         self._num_runs = 0
@@ -94,9 +100,12 @@ class LocalReplicas(Driver):
         if self.runtime is not None:
             return self.runtime
         size = len(self._devices)
-        self._started.enter_context(this_process().in_use(f"{self._name}()"))
         if self._devices[0].memory_limit_bytes is None:
             self._started.enter_context(freed_memory_kept())
+        self._started.enter_context(hosting(self._devices[0]))
+        if not self._recipe.kept_on:
+            registry, device = weakref.ref(self.distribution.registry), self._devices[0]
+            self._started.enter_context(residence.owned(lambda tensor: _place_of(tensor, registry(), device)))
         meeting = Region.create(Signals.num_bytes(size))
         scratch = Region.create(SharedMemory.num_bytes(size))
         meet = self._elsewhere.meet if self._elsewhere is not None else None
@@ -128,6 +137,10 @@ class LocalReplicas(Driver):
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the function in every replica and joins what they return."""
+        with self.in_turn("strategy.run()", refusal=_ONE_ORDER if self._workers.size > 1 else ""), scopes.recording():
+            return self._run(function, args, kwargs)
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = self.start()
         self._connect(own)
         self.distribution.bring_up_to_date(own)
@@ -146,6 +159,7 @@ class LocalReplicas(Driver):
                 if error is None:
                     # While the others finish: the state is the same in all, and after a failure it is forgotten.
                     self.distribution.note_state()
+                    self._captured.note_run()
                     own.copies.note_state()
                     self._random_numbers.note_run()
                 answers = self._collect(interrupts)
@@ -154,7 +168,7 @@ class LocalReplicas(Driver):
             failures = self._group.failures(besides=PeerAborted)
             if error is not None or failures or own.signals.aborted:
                 self._forget_results(answers)
-                self.forget_functions()
+                self._captured.forget()
                 own.signals.reset()
                 self._num_alone = 0  # the next run gives all what replica 0 has
                 self._disconnect(own)
@@ -169,10 +183,13 @@ class LocalReplicas(Driver):
             skipped = dict.fromkeys(each for one in (own.take_skipped(), *(a.skipped for a in answers)) for each in one)
             self._nonfinite.judge(list(skipped), updated=own.updated, run_number=self._num_runs)
             self._stragglers.note([own.busy_s, *(answer.busy_s for answer in answers)], counts_here)
+            for rank, answer in enumerate(answers, start=own.global_rank + 1):
+                log.take_in(answer.placed, rank)
             results = [result, *(answer.result for answer in answers)]
             # A result that waits in its replica keeps the strategy; the notice that nobody wants it does not.
             fetch = functools.partial(self._fetch, self.strategy)
-            return per_replica.join_results(results, counts_here, fetch, self._unwanted.append)
+            in_turn = functools.partial(self.in_turn, "the fetch of a result")
+            return per_replica.join_results(results, counts_here, fetch, self._unwanted.append, in_turn)
         except BaseException:
             self._forget_results(answers)
             raise
@@ -186,17 +203,28 @@ class LocalReplicas(Driver):
                 written.told.update(agreement.changed_objects(changes, self.distribution.registry.resolve))
                 self._told |= written.told
             counts = self._meet_machines(own, counts_here) if syncs else self._counts_alone(counts_here)
-            return Call(Step(self._num_runs, counts, syncs), seed, changes, written)
+            return Call(
+                Step(self._num_runs, counts, syncs, sums=self not in context.state.held_back), seed, changes, written
+            )
         except BaseException:
             self.distribution.forget_state(own)  # some of what was found may count as told
             raise
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside the block, runs leave every replica its own gradients."""
+        context.state.held_back.append(self)
+        try:
+            yield
+        finally:
+            context.state.held_back.remove(self)
 
     def agree(self) -> None:
         """Brings replicas that train alone to one state, if they have taken a step since they last were."""
         own = self.runtime
         if own is None or not self._num_alone or self.closed_at is not None:
             return
-        with self.with_workers(), self._or_end():
+        with self.in_turn("strategy.synchronize()"), self.with_workers(), self._or_end():
             self._group.call_all(child_calls.agree, self.key, own.take_written())
             with contextlib.suppress(PeerAborted):  # then a child says why
                 own.sync.agree()
@@ -209,6 +237,8 @@ class LocalReplicas(Driver):
         """Lets replicas agree before the main program reads a module of theirs."""
         if not self._num_alone or context.current_runs or module not in self.distribution.registry or not self.is_home:
             return
+        if self._workers.size == 1 and is_agreed_on(module):
+            return
         if self._workers.size > 1 and self.closed_at is None:
             raise StrategyError(
                 f"replicas have trained alone for {self._num_alone} steps; to read {type(module).__name__} would wait "
@@ -219,17 +249,19 @@ class LocalReplicas(Driver):
     def _meet_machines(self, own: Replica, counts_here: tuple[int, ...] | None) -> tuple[int, ...] | None:
         """Begins a step in all machines at once; how many examples each replica of all of them has."""
         told, self._told = self._told, {}
-        counts, writer = self._workers.meet(self._num_runs, counts_here, own.copies.take_wrote(), told)
+        wrote = own.copies.take_wrote()
+        counts, writer = self._workers.meet(self._num_runs, counts_here, wrote, told)
         if writer is not None:
-            own.copies.take_from(writer)
+            own.copies.take_from(writer, wrote=wrote)
         return counts
 
     def _counts_alone(self, counts_here: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """The same where machines do not meet before this step: what others have does not matter in it."""
+        """The same where machines do not meet before this step: others are taken to have about as many."""
         if counts_here is None or self._workers.size == 1:
             return counts_here
-        first = self._recipe.first
-        return (*[0] * first, *counts_here, *[0] * (self._recipe.total - first - len(counts_here)))
+        first, like_here = self._recipe.first, max(1, round(sum(counts_here) / len(counts_here)))
+        last = self._recipe.total - first - len(counts_here)
+        return (*[like_here] * first, *counts_here, *[like_here] * last)
 
     def tell_others(self, error: BaseException) -> None:
         """Tells other machines that this program cannot go on."""
@@ -260,15 +292,28 @@ class LocalReplicas(Driver):
 
     def _publish_written(self, own: Replica) -> None:
         """Lets all replicas make known what they wrote to after their last update."""
+        differ: StrategyError | None = None
         with self._or_end():
             self._group.call_all(child_calls.publish_written, self.key)
-            own.publish_written()
+            try:
+                own.publish_written()
+            except StrategyError as error:  # all replicas say the same
+                differ = error
             self._group.collect()
-            raise_first(None, self._group.failures(besides=PeerAborted))
+            failures = self._group.failures(besides=PeerAborted)
+            if differ is None:
+                raise_first(None, failures)
+        if differ is not None:
+            self.distribution.forget_state(own)
+            with self.with_workers():
+                raise differ
 
     def _send(self, call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Sends every child its part of a run; what cannot be sent is an error before anything runs."""
-        prepared = self._functions.prepare(function)
+        delivery = self._captured.prepare(function, args, tuple(kwargs.values()), tuple(call.changes.values()))
+        parts = [per_replica.select((args, kwargs), rank, sent=True) for rank in range(1, len(self._devices))]
+        given = {id(each) for each in _tree.leaves(parts) if isinstance(each, torch.Tensor)}
+        of_batches = given - {id(each) for each in _tree.leaves((args, kwargs))}
         unwanted = self._unwanted[:]
         del self._unwanted[: len(unwanted)]
         try:
@@ -276,32 +321,32 @@ class LocalReplicas(Driver):
                 child_calls.run,
                 [
                     (
-                        *(self.key, call, prepared, *per_replica.select((args, kwargs), rank, sent=True)),
+                        *(self.key, call, function, *part, delivery),
                         [number for owner, number in unwanted if owner == rank],
                     )
-                    for rank in range(1, len(self._devices))
+                    for rank, part in enumerate(parts, start=1)
                 ],
-                self.distribution.reference_in_run,
+                self._captured.referring(
+                    functools.partial(self.distribution.reference_in_run, given=given, parts=of_batches)
+                ),
             )
         except BaseException as error:
             if any(each.calls for each in self._group.members.values()):  # some have it, or a half of it
                 self.end(error)
-            self.forget_functions()
+            self._captured.forget()
             if self.runtime is not None:
                 self.distribution.forget_state(self.runtime)  # what the children were not told, they are told next time
             self._unwanted += unwanted
             raise
 
-    def forget_functions(self) -> None:
-        self._functions = FunctionCache(self.distribution.registry.__contains__)
-
     def ask_children(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         if len(self._devices) == 1:
             return []
-        self._group.call_all(function, *arguments)
-        answers = self._collect()
-        raise_first(None, self._group.failures())
-        return answers
+        with self.in_turn("a call in all replicas"):
+            self._group.call_all(function, *arguments)
+            answers = self._collect()
+            raise_first(None, self._group.failures())
+            return answers
 
     def _finish(self) -> None:
         self.agree()
@@ -338,7 +383,8 @@ class LocalReplicas(Driver):
     ) -> tuple[BaseException | None, Any]:
         try:
             pinning = pinned(self._devices[0]) if len(self._devices) > 1 else contextlib.nullcontext()
-            with interrupts.allowed(), pinning, self._random_numbers.of_replica(call.seed):
+            numbers = self._random_numbers.of_replica(call.seed)
+            with interrupts.allowed(), pinning, numbers, at_home(self._devices[0], own.global_rank):
                 return None, own.run(call, function, per_replica.select(args, 0), per_replica.select(kwargs, 0))
         except PeerAborted:
             return None, None
@@ -373,6 +419,18 @@ class LocalReplicas(Driver):
         except (KeyboardInterrupt, ReplicaError) as error:
             self.end(error)
             raise
+
+
+def _place_of(tensor: torch.Tensor, registry: Registry | None, device: LogicalDevice) -> LogicalDevice | None:
+    """Where a variable is in the main program."""
+    is_variable = registry is not None and tensor in registry
+    return device if is_variable or any(tensor is each for each in pending_parameters()) else None
+
+
+_ONE_ORDER = "workers must make their runs in one order, so make them in one thread"
+
+# Of all strategies: which replica this process is, is known for the process (the backward pass has threads of its own).
+_turn = Turn()
 
 
 def _nothing(_: GroupMember, __: PendingCall) -> None:

@@ -34,12 +34,13 @@ from stratagem.errors import (
     TaskLostError,
     WorkerError,
     WorkerStalledError,
+    in_words,
 )
-from stratagem.objects.per_replica import PerReplica, as_tensors, load_deferred
+from stratagem.objects.per_replica import PerReplica, as_tensors
 from stratagem.variables import agreement
 
 _NO_COUNTS = -1
-_PATIENCE_S, _LOOK_S = 5.0, 0.02
+_LOOK_S = 0.02
 _LINGER_S = 5.0
 _REMIND_S = 60.0
 _PACKET_BYTES = 4 * 2**20
@@ -214,6 +215,25 @@ class Workers:
         everyones = self.between.exchange("iter() of strategy.distribute", own)
         random_state.restore(random_state.from_bytes(everyones[0]))
 
+    def compare_data(self, told: Mapping[str, int | str | None]) -> None:
+        """Compares what all workers know of data of which each loads its part.
+
+        Raises:
+            WorkerError: They differ: some examples would be seen twice and some never.
+        """
+        self._doing = "begin an epoch"
+        packed = self.between.exchange("iter() of strategy.distribute", json.dumps(told).encode())
+        first, *others = [json.loads(each) for each in packed]
+        for name, theirs in zip(self._names[1:], others, strict=True):
+            differing = [key for key in {**first, **theirs} if first.get(key) != theirs.get(key)]
+            if differing:
+                pairs = ", ".join(f"{key} {first.get(key)} and {theirs.get(key)}" for key in differing)
+                raise WorkerError(
+                    f"{self._names[0]} and {name} have different data: {pairs}; every worker loads its part of the "
+                    f"same global batches, so give all the same data in the same order, or say auto_shard='off' if "
+                    f"each has its own"
+                )
+
     def is_any(self, has_data: bool) -> bool:
         """Whether any worker has data; all ask at the same time."""
         self._doing = "ask for the next batch"
@@ -222,7 +242,12 @@ class Workers:
     def everyones(self, value: PerReplica) -> PerReplica:
         """The values of the replicas of all workers, which all give theirs at the same time."""
         self._doing = "join the results of the replicas"
-        tensors = as_tensors("join", PerReplica(load_deferred(value.values)))
+        tensors = as_tensors("join", value)
+        if any(each.is_nested or each.layout != torch.strided for each in tensors):
+            raise StrategyError(
+                "between workers dense tensors are joined, and replicas returned sparse or nested ones; return "
+                "x.to_dense(), or take those of this worker with strategy.local_results"
+            )
         header = [len(tensors), int(value.counts is not None)]
         if why := next(filter(None, (_dtypes.why_not_sent(each.dtype) for each in tensors)), ""):
             raise StrategyError(why)
@@ -243,16 +268,14 @@ class Workers:
     def fail(self, error: BaseException) -> None:
         """Tells the others that this worker cannot go on."""
         if not isinstance(error, TaskLostError):  # all know of that
-            self._membership.fail(f"{type(error).__name__}: {error}".removesuffix(": "))
+            self._membership.fail(in_words(error))
 
     def explain(self, error: CollectiveError) -> StratagemError:
         """What is behind an error: that a connection broke is a symptom, and why is known a moment later."""
         if isinstance(error, MismatchError):
             return WorkerError(f"workers do not do the same: {error}")
-        is_cut_off = isinstance(error, CutOffError)  # which takes longer to notice than a loss
-        deadline = time.monotonic() + (0.0 if is_cut_off else _PATIENCE_S)
-        while self._membership.lost is None and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+        is_cut_off = isinstance(error, CutOffError)  # which takes longer to notice than a loss, on a machine with time
+        self._await_news(_LINGER_S + (0.0 if is_cut_off else self._membership.heartbeat_timeout_s))
         try:
             self._membership.raise_if_lost()
         except TaskLostError as lost:
@@ -266,6 +289,17 @@ class Workers:
             f"{self._names[self.rank]} wanted to {self._doing}, but not all of {others} take part any more: one has "
             f"closed its strategy; do the same in every worker ({error})"
         )
+
+    def _await_news(self, timeout_s: float) -> None:
+        """Waits until it is known that somebody is lost or has left."""
+        deadline = time.monotonic() + timeout_s
+        while not self._has_news() and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        time.sleep(_LOOK_S)  # a task that is lost is first gone, then lost
+
+    def _has_news(self) -> bool:
+        known = self._membership
+        return not known.takes_part or known.lost is not None or len(known.members) < self.size
 
     def close(self) -> None:
         """Ends the connection, also while somebody waits."""

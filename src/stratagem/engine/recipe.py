@@ -42,6 +42,7 @@ class Recipe:
         unused: What a gradient that only some replicas have means: `zero` in the others, or an `error`.
         on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
         kept_on: The torch device on which variables are kept and updated once; empty if each replica updates.
+        by_servers: Whether parameter servers update: replica 0 gives them the gradients, and gets new values.
         sizes: How many replicas each machine has; empty if there is one machine.
         machine: The number of this one.
     """
@@ -52,6 +53,7 @@ class Recipe:
     unused: str = "zero"
     on_nonfinite: str = "skip"
     kept_on: str = ""
+    by_servers: bool = False
     sizes: tuple[int, ...] = ()
     machine: int = 0
 
@@ -83,11 +85,13 @@ class Step:
         number: Which step, from 1.
         counts: How many examples each replica has, on all machines; `None` if they are not on a distributed batch.
         syncs: Whether replicas that train alone in between agree at its end, if it updates anything.
+        sums: Whether its backward passes sum gradients over the replicas.
     """
 
     number: int
     counts: tuple[int, ...] | None
     syncs: bool = True
+    sums: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +120,12 @@ class Call:
     def __reduce__(self) -> tuple[Any, ...]:
         # It travels in every run: most often nothing was written, and plain values cost least.
         written = None if self.written == _NOTHING_WRITTEN else self.written
-        plain = (self.step.number, self.step.counts, self.step.syncs, self.seed, self.changes, written)
-        return _rebuilt, (*plain, state_diff.flattened(self.surroundings))
+        step = (self.step.number, self.step.counts, self.step.syncs, self.step.sums)
+        return _rebuilt, (step, self.seed, self.changes, written, state_diff.flattened(self.surroundings))
 
 
 _NOTHING_WRITTEN = Written()
 
 
-def _rebuilt(
-    number: int, counts: Any, syncs: bool, seed: int | None, changes: state_diff.Snapshot, written: Any, plain: Any
-) -> Call:
-    step = Step(number, counts, syncs)
-    return Call(step, seed, changes, written or _NOTHING_WRITTEN, state_diff.restored(plain))
+def _rebuilt(step: tuple[Any, ...], seed: int | None, changes: state_diff.Snapshot, written: Any, plain: Any) -> Call:
+    return Call(Step(*step), seed, changes, written or _NOTHING_WRITTEN, state_diff.restored(plain))

@@ -5,6 +5,7 @@ The controller and every child have one `Replica` for each open strategy. The co
 only here, is chosen where variables lie and how gradients travel (`copies`).
 """
 
+import collections
 import contextlib
 import time
 import weakref
@@ -13,26 +14,28 @@ from typing import Any, final
 
 import torch
 
-from stratagem import _torch, _tree
+from stratagem import _integrations, _torch, _tree
 from stratagem.collectives.between import Between
 from stratagem.collectives.collective import Collective
 from stratagem.collectives.reconnecting import Meet, OverLink
 from stratagem.collectives.shared_memory import SharedMemory
-from stratagem.collectives.signals import NUM_LOOKS, PeerAborted, Signals
+from stratagem.collectives.signals import NUM_LOOKS, PeerAborted, Purpose, Signals
 from stratagem.collectives.to_one import ToOne
 from stratagem.collectives.two_level import TwoLevel
 from stratagem.devices.device import LogicalDevice
-from stratagem.engine import backward, context
+from stratagem.engine import backward, context, notices
 from stratagem.engine.context import ReplicaContext
 from stratagem.engine.recipe import Call, Exchange, Recipe, Step
 from stratagem.errors import StrategyError
-from stratagem.objects import per_replica
+from stratagem.objects import new_parts, per_replica
+from stratagem.placement import home, residence, scopes
 from stratagem.processes.allocator import give_back
+from stratagem.processes.numbered import numbered
 from stratagem.processes.region import Region
-from stratagem.variables import buffers
-from stratagem.variables.central_updates import CentralUpdate
+from stratagem.variables import aggregation, buffers
+from stratagem.variables.central_updates import CentralUpdate, refuse_inside_another
 from stratagem.variables.copies import Copies, Written
-from stratagem.variables.optimizer_slices import parameters_of, unwrap_zero_grad
+from stratagem.variables.optimizer_slices import StateElsewhere, parameters_of, unwrap_zero_grad
 from stratagem.variables.private import PrivateCopies
 from stratagem.variables.shared import SharedCopies
 from stratagem.variables.slices import SplitUpdate
@@ -41,6 +44,8 @@ from stratagem.variables.slices import SplitUpdate
 # that only what a step really needs is kept from then on (`processes.allocator`).
 _NUM_EARLY_RUNS = 2
 _UPDATING_FLAG = 7
+_UNSUMMED_FLAG = 10  # and the next: by turns, since a replica may be one update ahead
+_PASS_OPTIONS = ("retain_graph", "create_graph", "grad_variables", "inputs")  # of torch.autograd.backward
 
 
 @final
@@ -97,10 +102,15 @@ class Replica:
         self._step: Step | None = None
         self._depth = 0
         self._syncing = True
+        self._given_weight: float | None = None
+        self._hints = notices.NUM_LOOKS if recipe.total > 1 and self.global_rank == 0 else 0
         self._skipped: list[tuple[int, str]] = []
+        self._num_updates = 0
+        self._has_summed = False
         self.stepped = self.updated = False
         self.unsettled = False
         self.busy_s = 0.0
+        self.update_elsewhere: Callable[[torch.optim.Optimizer], None] | None = None
         backward.install()
         context.open_runtimes.append(self)
 
@@ -113,6 +123,7 @@ class Replica:
         """Gives the memory up; tensors that are still used keep theirs."""
         if self in context.open_runtimes:
             context.open_runtimes.remove(self)
+        residence.release(self._variables())
         self.copies.close()
 
     # Distributed objects
@@ -122,15 +133,29 @@ class Replica:
         self._num_early_runs = _NUM_EARLY_RUNS
         for name, obj in objects.items():
             self._given.append(weakref.ref(obj))
+            _integrations.adapt(obj)
             if self.rank == 0 and self.recipe.sync.every > 1 and isinstance(obj, torch.nn.Module):
                 obj.register_state_dict_pre_hook(context.before_read)  # type: ignore[no-untyped-call]
                 obj.register_forward_pre_hook(context.before_read)
             if isinstance(obj, torch.optim.Optimizer):
                 self._take_over(name, obj)
+            if isinstance(obj, torch.nn.Embedding | torch.nn.EmbeddingBag) and obj.max_norm is not None:
+                obj.register_forward_pre_hook(_renorm_rows_of_all)
 
     def distributed(self) -> list[Any]:
         """The modules and other objects that this replica was given and still has."""
         return [obj for reference in self._given if (obj := reference()) is not None]
+
+    def _variables(self) -> Iterator[torch.Tensor]:
+        """All tensors that this replica keeps from step to step."""
+        for obj in self.distributed():
+            if isinstance(obj, torch.nn.Module):
+                for tensor in (*obj.parameters(recurse=False), *obj.buffers(recurse=False)):
+                    yield tensor
+                    if tensor.grad is not None:
+                        yield tensor.grad
+            elif isinstance(obj, torch.optim.Optimizer) and not isinstance(obj.state, StateElsewhere):
+                yield from (each for each in _tree.leaves(list(obj.state.values())) if isinstance(each, torch.Tensor))
 
     def drop(self, names: Sequence[int]) -> None:
         """Lets go of objects that the program has dropped, and of memory that nothing else is in."""
@@ -141,7 +166,7 @@ class Replica:
     def _take_over(self, name: int, optimizer: torch.optim.Optimizer) -> None:
         """Puts the replica's own step in the place of the optimizer's."""
         held, whole = weakref.ref(optimizer), type(optimizer).step  # weak: it holds the step, and must go when dropped
-        update = self.copies.split(optimizer, self)
+        update = None if self.recipe.by_servers else self.copies.split(optimizer, self)
         if update is not None:
             self.updates[name] = update
         elif self.device.type != "cpu" and not self.recipe.kept_on:
@@ -155,15 +180,25 @@ class Replica:
                     "call it in the function that you run"
                 )
             own: Any = held()
+            refuse_inside_another(own)
             _torch.mark_stepped(own)
-            if update is not None:
-                return update.step(closure)
-            if once is not None and closure is None:
-                once.step(own, whole)
+            with self.signals.meeting_for(Purpose.UPDATE), scopes.recording():
+                if update is not None:
+                    return update.step(closure)
+                if closure is not None:
+                    if self.recipe.by_servers:
+                        raise StrategyError(
+                            "parameter servers update once in a step, and a closure may be called often; call "
+                            "optimizer.step() without one, or have one device in each worker task"
+                        )
+                    if isinstance(own.state, StateElsewhere):
+                        own.state = collections.defaultdict(dict)  # with a closure every replica has its own
+                    return whole(own, lambda: self._loss_of_all(closure()))
+                if once is not None:
+                    once.step(own, whole)
+                elif self.may_update(parameters_of(own)):
+                    return whole(own)
                 return None
-            if closure is None and not self.may_update(parameters_of(own)):
-                return None
-            return whole(own) if closure is None else whole(own, closure)
 
         _torch.mark_wrapped(step)
         optimizer.step = step  # type: ignore[method-assign]
@@ -206,6 +241,11 @@ class Replica:
         return self._step.counts if self._step else None
 
     @property
+    def all_counts(self) -> tuple[int, ...] | None:
+        """How many examples of this step each replica of all machines has, if that is known."""
+        return self._counts
+
+    @property
     def all_counted(self) -> list[bool]:
         """Which replicas of all machines have examples in this step, so that their gradients count."""
         counts = self._counts
@@ -217,9 +257,46 @@ class Replica:
         return self.all_counted[self.recipe.first : self.recipe.first + self.recipe.size]
 
     @property
+    def has_examples(self) -> bool:
+        """Whether this replica has examples in this step, and not only one that stands in for them."""
+        return self.all_counted[self.global_rank]
+
+    @property
+    def first_with_examples(self) -> int:
+        """The first replica of all machines that has examples in this step; the first of all if none has."""
+        return next((rank for rank, counts in enumerate(self.all_counted) if counts), 0)
+
+    @property
     def weight(self) -> float:
         """By which this replica's loss counts."""
-        return self.sync.weight
+        if not self.has_examples:
+            return 0.0
+        return self.sync.weight if self._given_weight is None else self._given_weight
+
+    @property
+    def loss_weight(self) -> float:
+        """By which its losses count in what all replicas learn from the step."""
+        return self.weight * self.sync.weight_of_update
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the weights of all replicas are parts of one."""
+        return self._given_weight is not None or self.sync.is_mean
+
+    def weigh(self, number: float) -> float | None:
+        """Lets this replica's losses count by a number, such as its tokens, over that of all.
+
+        Every replica must come here.
+
+        Returns:
+            The weight that was given before, for `put_back_weight`.
+        """
+        before, self._given_weight = self._given_weight, self.sync.weigh(number if self.has_examples else 0.0)
+        return before
+
+    def put_back_weight(self, before: float | None) -> None:
+        """Ends the effect of `weigh`."""
+        self._given_weight = before
 
     @property
     def share(self) -> float:
@@ -239,11 +316,16 @@ class Replica:
         """Whether replicas that train alone agree at the end of the step."""
         return self._step is not None and self._step.syncs
 
+    @property
+    def meets(self) -> bool:
+        """Whether replicas of all machines come together in the step, whatever else they do."""
+        return self.recipe.num_machines == 1 or self.syncs
+
     def run(self, call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the user's function as this replica: one step. A failure ends the waits of the others."""
         start, waited_s = time.monotonic(), self.signals.waited_s
         self.signals.enter(call.number)
-        context.state.replicas.append(ReplicaContext(self.global_rank, self.collective, self.strategy))
+        context.state.replicas.append(ReplicaContext(self.global_rank, self.collective, self.strategy, replica=self))
         context.current_runs.append(self)
         try:
             result = self._one_step(call.step, function, args, kwargs)
@@ -265,16 +347,28 @@ class Replica:
 
     def _one_step(self, step: Step, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """From the batch to the state after the update: load, compute, agree."""
-        self._step, self._depth, self._syncing = step, 0, True
+        self._step, self._depth, self._syncing, self._given_weight = step, 0, step.sums, None
         self.signals.put_flag(_UPDATING_FLAG, 0)
-        self.stepped = self.updated = False
-        self._skipped = []
+        self.stepped = self.updated = self._has_summed = False
+        self._skipped, self._num_updates = [], 0  # a failed call may have ended before an update in some
         held = buffers.held_by(self.distributed())
-        args, kwargs = self._brought(per_replica.load_deferred((args, kwargs)), self.device)
-        result = self._brought(function(*args, **kwargs), torch.device("cpu"))
+        watched = self._num_early_runs and self.recipe.total > 1
+        parts = new_parts.parts_of(self.distributed()) if watched else None
+        given = per_replica.load_deferred((args, kwargs))
+        args, kwargs = per_replica.brought(given, self.device, computes_on=self.device)
+        # What children print has their number on its way.
+        with numbered(self.rank) if self.rank == 0 and self.recipe.size > 1 else contextlib.nullcontext():
+            result = home.compute(function, args, kwargs, self._variables())
+        result = per_replica.brought(result, torch.device("cpu"), computes_on=self.device)
+        if parts is not None:
+            new_parts.refuse_new(self.distributed(), parts)
         buffers.take_in(held)
-        agrees = self.recipe.total > 1 or not self.recipe.sync.sums_gradients
-        self.unsettled = agrees and self.sync.end_step()
+        self.copies.choose(aggregation.chosen_in(held))
+        with self.signals.meeting_for(Purpose.END):
+            if not self.stepped:
+                self.sum_set_gradients()
+            agrees = self.recipe.total > 1 or not self.recipe.sync.sums_gradients
+            self.unsettled = agrees and self.sync.end_step()
         return result
 
     @contextlib.contextmanager
@@ -290,27 +384,70 @@ class Replica:
         self, original: Callable[..., None], tensors: Any, grad_tensors: Any, *args: Any, **kwargs: Any
     ) -> None:
         """A backward pass inside a run; a pass inside a pass is part of the outer one."""
-        if self._depth:
+        options = dict(zip(_PASS_OPTIONS, args, strict=False)) | kwargs
+        graph, inputs = bool(options.get("create_graph")), options.get("inputs")
+        if self._depth or (inputs is not None and not self.copies.ledger.has_any_of(_listed(inputs))):
             original(tensors, grad_tensors, *args, **kwargs)
             return
-        syncing = self._syncing
-        self.sync.begin_pass(syncing=syncing)
-        self._depth += 1
-        try:
-            original(tensors, self._scaled(tensors, grad_tensors), *args, **kwargs)
-        except BaseException:
-            self.sync.abandon_pass()
-            raise
-        finally:
-            self._depth -= 1
-        self.sync.end_pass(syncing=syncing)
+        with self.signals.meeting_for(Purpose.GRAPH if graph else Purpose.BACKWARD):
+            if self._hints and self.is_mean and self._given_weight is None:
+                self._hints = notices.about_tokens(_listed(tensors), self._hints)
+            syncing = self.sync.begin_pass(syncing=self._syncing, graph=graph)
+            self._depth += 1
+            try:
+                original(tensors, self._scaled(tensors, grad_tensors), *args, **kwargs)
+            except BaseException:
+                self.sync.abandon_pass()
+                raise
+            finally:
+                self._depth -= 1
+            self.sync.end_pass(syncing=syncing, graph=graph)
+            self._has_summed |= syncing
+
+    def no_contribution(self) -> None:
+        """Takes part in a backward pass of the others, and adds nothing to it."""
+        with self.signals.meeting_for(Purpose.BACKWARD):
+            syncing = self.sync.begin_pass(syncing=self._syncing, counts=False)
+            self.sync.end_pass(syncing=syncing)
+            self._has_summed |= syncing
+
+    def sum_set_gradients(self, parameters: Sequence[torch.Tensor] = ()) -> None:
+        """Sums gradients that the program has set, if there are any; every replica must come here.
+
+        Args:
+            parameters: Those whose gradients are about to be used. Where no backward pass has summed any, replicas
+                ask each other: one may have set a gradient where another has none.
+        """
+        ledger = self.copies.ledger
+        asks = self.recipe.sync.sums_gradients and not self._has_summed and ledger.has_any_of(parameters)
+        is_set = ledger.has_foreign()
+        if asks:
+            with self.signals.meeting_for(Purpose.SET_GRADIENTS):
+                flag = self._tell_unsummed(is_set)
+                self.signals.barrier()
+                is_set = self._is_any(any(self.signals.flags(flag)))
+        if is_set:
+            self._sum_rest()
+
+    def _sum_rest(self) -> None:
+        with self.signals.meeting_for(Purpose.SET_GRADIENTS):
+            self.copies.ledger.sum_rest()
+
+    def _loss_of_all(self, loss: Any) -> Any:
+        """What a closure returned, of the global batch: a search along a line must end alike in all replicas."""
+        if loss is None:
+            return None
+        value = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+        own = value * self.weight if self.has_examples else 0.0
+        total = self.collective.all_reduce(torch.tensor(own, dtype=torch.float64))
+        return total.to(loss.dtype if isinstance(loss, torch.Tensor) else torch.get_default_dtype())
 
     def _scaled(self, tensors: Any, grad_tensors: Any) -> Any:
         """The start of the backward pass, times this replica's part of the global batch."""
         weight = self.weight
         if weight == 1.0:
             return grad_tensors
-        outputs = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        outputs = _listed(tensors)
         given = (grad_tensors,) if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else grad_tensors
         starts = [*given, *[None] * (len(outputs) - len(given))]
         return [
@@ -325,12 +462,41 @@ class Replica:
             parameters: All that an update is about to change.
             checked: Whether their gradients are known to be finite.
         """
+        parameters = list(parameters)
+        flag = self._tell_unsummed(not self.copies.ledger.are_summed(parameters))
+        if self.recipe.sync.sums_gradients:
+            self.signals.barrier()
+        return self._judge_update(parameters, flag, checked=checked)
+
+    def _tell_unsummed(self, is_unsummed: bool) -> int:
+        """Tells the others, at the next meeting, whether this replica has gradients that are not summed yet."""
+        flag, self._num_updates = _UNSUMMED_FLAG + self._num_updates % 2, self._num_updates + 1
+        self.signals.put_flag(flag, int(is_unsummed))
+        return flag
+
+    def _judge_update(self, parameters: Sequence[torch.Tensor], flag: int, *, checked: bool) -> bool:
         self.stepped = True
+        if not self.recipe.sync.sums_gradients:
+            if not self.has_examples:
+                return False  # it trains alone, and has nothing to learn from
+        elif self._is_any(any(self.signals.flags(flag))):
+            # All do so together: one replica may have set a gradient where another has none.
+            self._sum_rest()
+            checked = False
         if checked or self.recipe.on_nonfinite == "apply" or self.sync.before_update(parameters):
             self.updated = True
             return True
         self._skipped = self.copies.ledger.culprits
         return False
+
+    def _is_any(self, is_unsummed: bool) -> bool:
+        """Whether replicas of any machine have gradients that are not summed.
+
+        Machines ask each other only if no backward pass of the step has summed any: then the step may set them.
+        """
+        if self.recipe.num_machines == 1 or self._has_summed:
+            return is_unsummed
+        return bool(self.collective.all_reduce(torch.tensor([float(is_unsummed)])))
 
     def note_step(self) -> None:
         """Counts the step as one that trains."""
@@ -351,12 +517,17 @@ class Replica:
         Yields:
             Whether to update.
         """
-        self.copies.publish_written()
-        may_update = self.may_update(parameters, checked=checked)
-        self.signals.put_flag(_UPDATING_FLAG, int(may_update))
-        yield may_update
-        self.signals.barrier()
-        self.signals.put_flag(_UPDATING_FLAG, 0)
+        with self.signals.meeting_for(Purpose.UPDATE):
+            parameters = list(parameters)
+            flag = self._tell_unsummed(not self.copies.ledger.are_summed(parameters))
+            has_met = self.copies.publish_written()
+            if not has_met and self.recipe.sync.sums_gradients:
+                self.signals.barrier()
+            may_update = self._judge_update(parameters, flag, checked=checked)
+            self.signals.put_flag(_UPDATING_FLAG, int(may_update))
+            yield may_update
+            self.signals.barrier()
+            self.signals.put_flag(_UPDATING_FLAG, 0)
 
     @property
     def is_between_steps(self) -> bool:
@@ -376,11 +547,20 @@ class Replica:
         """Gives all replicas what replica 0 alone has written to parameters; every one must come here."""
         self.copies.share_from_first(parameters)
 
-    def _brought(self, value: Any, device: torch.device) -> Any:
-        """A nesting of values with its tensors brought to a device; where all is on the CPU, as it is."""
-        if self.device.type == "cpu":
-            return value
-        return _tree.map_only(torch.Tensor, lambda each: each.to(device), value)
+
+def _listed(tensors: Any) -> tuple[Any, ...]:
+    return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+
+
+@torch.no_grad()
+def _renorm_rows_of_all(module: Any, args: tuple[Any, ...]) -> None:
+    """A hook of embeddings with `max_norm`: limits the rows that any replica is about to use, alike in all."""
+    if not context.current_runs or not args or module.max_norm is None:
+        return
+    replica = context.current_runs[-1]
+    used = args[0] if replica.has_examples else args[0][:0]
+    indices = torch.cat(replica.collective.all_gather(used.reshape(-1)))
+    torch.embedding_renorm_(module.weight, indices, module.max_norm, module.norm_type)
 
 
 def _have_cores_of_their_own(devices: Sequence[LogicalDevice]) -> bool:

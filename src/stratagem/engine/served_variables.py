@@ -13,7 +13,7 @@ import torch
 
 from stratagem import _torch
 from stratagem.engine import context
-from stratagem.engine.nonfinite import NonFinite
+from stratagem.engine.notices import NonFinite
 from stratagem.errors import ParameterError, StrategyError, TaskLostError
 from stratagem.parameters.local.push import is_finite_gradient
 from stratagem.parameters.network import keras_optimizers as keras
@@ -87,8 +87,17 @@ class ServedVariables:
         self._is_synchronous = False
         self.staleness: dict[int, int] = {}
 
-    def define(self, *, is_chief: bool, state: StateOfAll | None, pacing: Pacing) -> None:
-        """Agrees with the servers and all other tasks on the variables, and fetches their values."""
+    def define(self, *, is_chief: bool, state: StateOfAll | None, pacing: Pacing, has_replicas: bool = False) -> None:
+        """Agrees with the servers and all other tasks on the variables, and fetches their values.
+
+        Args:
+            is_chief: Whether the values of this task are the first.
+            state: What there is instead of them, from a checkpoint.
+            pacing: How far tasks may be apart.
+            has_replicas: Whether this task has several, which call `update` when their gradients are summed.
+        """
+        if has_replicas:
+            self._require_fit_for_replicas()
         for each in self._optimizers:
             _require_torchs(each)
         specs = [describe_optimizer(each, self._names) for each in self._optimizers]
@@ -105,7 +114,7 @@ class ServedVariables:
             state = state or self._state_there_is(values, 1 if self._is_synchronous else len(pacing.members))
             self._fetch_before_saving(made=self._roots)
         self._client.define(self.plan, specs, values, state=state if is_chief else None, pacing=pacing)
-        for number, optimizer in enumerate(self._optimizers):
+        for number, optimizer in enumerate(() if has_replicas else self._optimizers):
             self._take_over(number, optimizer)
         for number, (each, spec) in enumerate(zip(self._keras, specs, strict=True) if self._keras else ()):
             keras.take_over(each, spec, self._names, functools.partial(self._push, number))
@@ -134,16 +143,17 @@ class ServedVariables:
 
     def pull(self) -> None:
         """Fetches the values of all variables that are not sparse."""
-        self._fetched_at = None
-        outcomes = self._client.wait(self._client.pull(self._dense))
-        self.version = max((each.version for each in outcomes), default=0)
-        torch.autograd.graph.increment_version(list(self._dense.values()))
+        self._pull(self._dense)
 
     def pull_all(self) -> None:
         """Fetches the values of all variables, sparse ones too: to evaluate or to save."""
+        self._pull(self._parameters)
+
+    def _pull(self, into: Mapping[str, torch.Tensor]) -> None:
         self._fetched_at = None
-        self._client.wait(self._client.pull(self._parameters))
-        torch.autograd.graph.increment_version(list(self._parameters.values()))
+        outcomes = self._client.wait(self._client.pull(into))
+        self.version = max((each.version for each in outcomes), default=0)
+        torch.autograd.graph.increment_version(list(into.values()))
 
     def let_go(self) -> None:
         """Nothing is fetched any more: the model works as a plain one, with what it has."""
@@ -212,6 +222,19 @@ class ServedVariables:
 
         _torch.mark_wrapped(step)
         optimizer.step = step  # type: ignore[method-assign]
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Pushes the gradients of several replicas of this task, which have been summed, and fetches new values."""
+        number = next(number for number, each in enumerate(self._optimizers) if each is optimizer)
+        step_with_hooks(optimizer, functools.partial(self._push_gradients, number, optimizer))
+
+    def _require_fit_for_replicas(self) -> None:
+        """Refuses what only a task with one device can have: rows are fetched, and Keras updates, in one process."""
+        if self._keras or self._sparse:
+            raise StrategyError(
+                f"{'optimizers of Keras' if self._keras else 'sparse embeddings'} go with one device in each worker "
+                f"task of a cluster; start a worker for each device, or choose one with devices=[...]"
+            )
 
     def _push_gradients(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         gradients = {self._names[id(each)]: each.grad for each in parameters_of(optimizer) if each.grad is not None}

@@ -33,6 +33,8 @@ class StrategyInReplica:
     def world_size(self) -> int:
         return self.num_replicas_in_sync
 
+    num_replicas = world_size
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints once, in replica 0."""
         if self.global_rank == 0:
@@ -43,6 +45,12 @@ class StrategyInReplica:
         """Inside the block backward passes only add up this replica's own gradients."""
         with no_sync_here():
             yield
+
+    def __enter__(self) -> NoReturn:
+        self.__getattr__("close")
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing was entered."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
@@ -55,7 +63,5 @@ class StrategyInReplica:
 @contextlib.contextmanager
 def no_sync_here() -> Iterator[None]:
     """Holds back the exchange of gradients in the run that the code is in."""
-    if context.in_cross_replica_context():
-        raise StrategyError("no_sync() is for code inside strategy.run")
     with context.current_runs[-1].no_sync() if context.current_runs else contextlib.nullcontext():
         yield

@@ -35,12 +35,20 @@ class Syncing(Protocol):
         """This replica's part of the examples of the step."""
 
     @property
+    def has_examples(self) -> bool:
+        """Whether it has any of them, or a stand-in that counts for nothing."""
+
+    @property
     def num_examples(self) -> float:
         """How many examples of the step it has; 1 if nobody knows."""
 
     @property
     def syncs(self) -> bool:
         """Whether replicas that train alone agree at the end of the step."""
+
+    @property
+    def meets(self) -> bool:
+        """Whether replicas of all machines come together in the step, whatever else they do."""
 
     @property
     def stepped(self) -> bool:
@@ -65,6 +73,20 @@ class Sync(ABC):
     def weight(self) -> float:
         """By which the loss of this replica counts in a backward pass."""
 
+    @property
+    def weight_of_update(self) -> float:
+        """By which what this replica makes of its gradients counts."""
+        return 1.0
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the weights of all replicas are parts of one."""
+        return False
+
+    @abstractmethod
+    def weigh(self, number: float) -> float:
+        """The weight of a replica whose part of the global batch is a number; every one must come here."""
+
     @abstractmethod
     def end_step(self) -> bool:
         """At the end of a step: brings replicas to one state.
@@ -82,13 +104,25 @@ class Sync(ABC):
     def forget(self) -> None:  # noqa: B027  # most keep nothing
         """After a call that failed: all replicas begin anew from what the main program has."""
 
-    def begin_pass(self, *, syncing: bool) -> None:
-        """Prepares a backward pass, whose gradients are exchanged if `syncing`."""
-        self._replica.copies.ledger.begin_pass(syncing=syncing)
+    def begin_pass(self, *, syncing: bool, graph: bool = False, counts: bool = True) -> bool:
+        """Prepares a backward pass.
 
-    def end_pass(self, *, syncing: bool) -> None:
+        Args:
+            syncing: Whether its gradients are to be exchanged.
+            graph: Whether they will be differentiated themselves.
+            counts: Whether this replica adds anything.
+        Returns:
+            Whether they will be exchanged.
+        """
+        return self._replica.copies.ledger.begin_pass(syncing=syncing, graph=graph, counts=counts)
+
+    def end_pass(self, *, syncing: bool, graph: bool = False) -> None:
         """Makes `.grad` what it must be when the pass returns."""
-        self._replica.copies.ledger.end_pass(syncing=syncing)
+        ledger = self._replica.copies.ledger
+        if graph:
+            ledger.end_pass_with_graph()
+        else:
+            ledger.end_pass(syncing=syncing)
 
     def abandon_pass(self) -> None:
         """Cleans up after a pass that has failed."""
@@ -141,6 +175,14 @@ class _Summing(Sync):
     def weight(self) -> float:
         return self._replica.share if self._mean else 1.0
 
+    @property
+    def is_mean(self) -> bool:
+        return self._mean
+
+    def weigh(self, number: float) -> float:
+        total = float(self._replica.collective.all_reduce(torch.tensor([number], dtype=torch.float64)))
+        return number / total if total else 0.0
+
     def end_step(self) -> bool:
         return self._replica.copies.settle(self._replica.share)
 
@@ -178,21 +220,35 @@ class _Averaging(Sync):
         self._agreed: dict[int, torch.Tensor] = {}
         self._outer: torch.optim.Optimizer | None = None
         self._num_examples = 0.0
+        self._weighed: float | None = None
 
     @property
     def weight(self) -> float:
         """Each replica trains on its own rows; how many they are counts in the mean of the weights."""
         return 1.0
 
-    def begin_pass(self, *, syncing: bool) -> None:
+    @property
+    def weight_of_update(self) -> float:
+        return self._replica.share
+
+    def weigh(self, number: float) -> float:
+        self._weighed = number
+        return 1.0
+
+    def begin_pass(self, *, syncing: bool, graph: bool = False, counts: bool = True) -> bool:
         self._note_agreed()
         self._replica.note_step()  # whether an optimizer or the program itself then changes the weights
-        super().begin_pass(syncing=syncing)
+        return super().begin_pass(syncing=syncing, graph=graph, counts=counts)
 
     def end_step(self) -> bool:
         replica = self._replica
         if replica.stepped and not replica.skipped:
-            self._num_examples += replica.num_examples
+            self._num_examples += replica.num_examples if self._weighed is None else self._weighed
+        self._weighed = None
+        if not replica.has_examples:
+            replica.copies.take_back_buffers()
+        if replica.meets:
+            replica.copies.join_counters()
         if replica.syncs and replica.stepped:
             self.agree()
         else:
@@ -201,6 +257,7 @@ class _Averaging(Sync):
 
     def agree(self) -> None:
         replica = self._replica
+        replica.copies.join_counters()
         total = float(replica.collective.all_reduce(torch.tensor([self._num_examples], dtype=torch.float64)))
         if total:
             share = self._num_examples / total

@@ -8,9 +8,11 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import math
 import numbers
+import reprlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias, final
 
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 
 from stratagem import _torch
+from stratagem._checks import StaysHere
 from stratagem.errors import GraphError, GraphTypeError
 from stratagem.graphs.graph_tensor import GraphTensor, RecordingMode
 from stratagem.graphs.nodes import Initializer, Node, NodeKind, NodeOutput, described, same_form
@@ -30,7 +33,7 @@ _META = torch.device("meta")
 
 
 @final
-class Graph:
+class Graph(StaysHere):
     """Operations of torch that are recorded, not run; a `Session` runs them.
 
     Inside the block everything that torch computes on tensors of the graph is recorded with the device that the scopes
@@ -105,6 +108,7 @@ class _Open(threading.local):
 
     def __init__(self) -> None:
         self.graphs: list[Graph] = []
+        self.containers: list[str] = []
 
 
 _open = _Open()
@@ -137,11 +141,8 @@ def placeholder(dtype: torch.dtype, shape: Sequence[int | None] | int = (), name
     Raises:
         GraphTypeError: That is not a type or a shape.
     """
-    if not isinstance(dtype, torch.dtype):
-        raise GraphTypeError(f"a placeholder has a type of torch, such as torch.float32, got {dtype!r}")
-    sizes: Sequence[int | None] = shape if isinstance(shape, Sequence | torch.Size) else [shape]
-    _checked_shape([0 if each is None else each for each in sizes])
-    return get_default_graph().recorder.placeholder(sizes, dtype, _checked_name(name))
+    require_dtype(dtype)
+    return get_default_graph().recorder.placeholder(checked_shape(shape, may_vary=True), dtype, _checked_name(name))
 
 
 @scopes.recording()
@@ -167,7 +168,7 @@ def constant(
         return recorder.tensor(recorder.constant(encoded.to(torch.uint8), name=name, is_text=True))
     made = _as_tensor(value, dtype)
     if shape is not None:
-        size = _checked_shape(shape)
+        size = checked_shape(shape)
         try:
             made = made.expand(size) if made.numel() == 1 else made.reshape(size)
         except RuntimeError:
@@ -185,6 +186,9 @@ def get_variable(
     trainable: bool = True,
 ) -> GraphTensor:
     """A tensor that keeps its value from run to run of a session; in-place operations change it.
+
+    On a cluster it is kept in the task that it is placed on, and all sessions share it that have a variable of the same
+    name there (`sg.container`): the first gives it its first value.
 
     Args:
         name: Its name, which no other variable of the graph has.
@@ -210,13 +214,13 @@ def get_variable(
     fill: Initializer
     if isinstance(initializer, torch.Tensor | numbers.Number | np.ndarray | list | tuple):
         first = _as_tensor(initializer, dtype)
-        size = tuple(first.shape) if shape is None else _checked_shape(shape)
+        size = tuple(first.shape) if shape is None else checked_shape(shape)
         fill = functools.partial(_fill_with, value=first)
         dtype = first.dtype
     elif shape is None:
         raise GraphTypeError(f"variable {name!r} needs a shape, or a value as its initializer, got {initializer!r}")
     else:
-        size = _checked_shape(shape)
+        size = checked_shape(shape)
         given = initializer or (torch.nn.init.xavier_uniform_ if len(size) > 1 else torch.nn.init.zeros_)
         if not callable(given):
             raise GraphTypeError(
@@ -224,8 +228,29 @@ def get_variable(
             )
         fill = given
     meta = torch.empty(size, dtype=dtype or torch.float32, device=_META)
-    node = graph.recorder.add(NodeKind.VARIABLE, "Variable", [meta], name=name, initializer=fill)
+    container = _open.containers[-1] if _open.containers else ""
+    node = graph.recorder.add(NodeKind.VARIABLE, "Variable", [meta], name=name, initializer=fill, container=container)
     return graph.recorder.tensor(node, variable=node, requires_grad=trainable and meta.dtype.is_floating_point)
+
+
+@contextlib.contextmanager
+def container(name: str) -> Iterator[None]:
+    """Lets variables that are made in the block be kept under a name of their own in the tasks of a cluster.
+
+    Sessions on a cluster share variables that have the same name in the same container. Outside of any block that is
+    the container `""`.
+
+    Example:
+        >>> with Graph(), container("trial 7"):
+        ...     weight = get_variable("weight", [2, 3])
+    """
+    if not isinstance(name, str):
+        raise GraphTypeError(f"a container has a text as its name, got {name!r}")
+    _open.containers.append(name)
+    try:
+        yield
+    finally:
+        _open.containers.pop()
 
 
 @scopes.recording()
@@ -254,7 +279,7 @@ def add_n(inputs: Sequence[torch.Tensor], name: str | None = None) -> torch.Tens
     Raises:
         GraphError: There are none, or they differ.
     """
-    tensors = list(inputs)
+    tensors = list(inputs) if isinstance(inputs, Iterable) else []
     if not tensors or not all(isinstance(each, torch.Tensor) for each in tensors):
         raise GraphTypeError(f"add_n takes a list of one tensor or more, got {inputs!r}")
     different = [each for each in tensors if not same_form(each, tensors[0])]
@@ -311,13 +336,35 @@ def _as_tensor(value: Any, dtype: torch.dtype | None) -> torch.Tensor:
     try:
         return torch.as_tensor(value, dtype=dtype)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise GraphTypeError(f"numbers, lists of them, arrays and tensors can be in a graph, got {value!r}") from error
+        raise GraphTypeError(
+            f"numbers, lists of them, arrays and tensors can be in a graph, got {reprlib.repr(value)}"
+        ) from error
 
 
-def _checked_shape(shape: Shape) -> tuple[int, ...]:
-    size = (shape,) if isinstance(shape, int) else tuple(shape) if isinstance(shape, Sequence | torch.Size) else None
-    if size is None or not all(type(each) is int and each >= 0 for each in size):
-        raise GraphTypeError(f"a shape is a list of whole numbers from 0 up, got {shape!r}")
+def require_dtype(dtype: Any) -> None:
+    """Refuses what is no type of torch's."""
+    if not isinstance(dtype, torch.dtype):
+        raise GraphTypeError(f"a tensor of a graph has a type of torch, such as torch.float32, got {dtype!r}")
+
+
+_MOST_ELEMENTS = 2**58  # of which torch can count the bytes
+
+
+def checked_shape(shape: Any, *, may_vary: bool = False) -> tuple[Any, ...]:
+    """A shape as its sizes; refuses what is none.
+
+    Args:
+        shape: What was given: a list of sizes, or one.
+        may_vary: Whether sizes may be `None`.
+    """
+    is_list = isinstance(shape, Sequence | torch.Size) and not isinstance(shape, str)
+    size = tuple(shape) if is_list else (shape,)
+    known = [each for each in size if not (may_vary and is_list and each is None)]
+    if not all(type(each) is int and each >= 0 for each in known):
+        any_size = ", or None for a size that may be any" if may_vary else ""
+        raise GraphTypeError(f"a shape is a list of whole numbers from 0 up{any_size}, got {shape!r}")
+    if math.prod(max(1, each) for each in known) > _MOST_ELEMENTS:
+        raise GraphTypeError(f"a tensor has at most 2**58 elements, got the shape {shape!r}")
     return size
 
 

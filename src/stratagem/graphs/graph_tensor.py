@@ -113,6 +113,13 @@ class GraphTensor(torch.Tensor):
         """Refused: there is no value yet."""
         raise no_value(self.op_name, "tolist()")
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused: it is nothing without its graph."""
+        raise GraphError(
+            f"{self.op_name!r} stands for a value of a graph and cannot be sent or saved; save what Session.run "
+            f"returns for it"
+        )
+
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         return f"<GraphTensor {self.op_name!r} {described(self.cell.output.meta)}>"
 

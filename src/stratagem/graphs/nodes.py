@@ -85,6 +85,8 @@ class Node:
         initializer: Fills the first value of a variable.
         tensor: The program's own tensor that a variable stands for.
         is_text: Whether the value is the bytes of a text.
+        container: Under which a variable of this name is kept in a task of a cluster.
+        is_gradient: Whether it is part of a backward pass.
 
     Attributes:
         inputs: The outputs among its arguments.
@@ -108,6 +110,8 @@ class Node:
     initializer: Initializer | None = None
     tensor: torch.Tensor | None = None
     is_text: bool = False
+    container: str = ""
+    is_gradient: bool = False
     inputs: tuple[NodeOutput, ...] = dataclasses.field(init=False)
     checks: list["Node"] = dataclasses.field(default_factory=list, init=False)
 

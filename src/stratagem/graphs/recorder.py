@@ -75,7 +75,9 @@ class GraphRecorder:
         wanted = fields.pop("name", None)
         name = self.names.unique(wanted or type_name)
         inputs = tuple(outputs_in((fields.get("args", ()), fields.get("kwargs", {}))))
-        spec = scopes.spec_for(scopes.Operation(type_name, name, tuple(each.node for each in inputs)))
+        num_bytes = sum(each.numel() * each.element_size() for each in outputs) if kind is NodeKind.VARIABLE else None
+        operation = scopes.Operation(type_name, name, tuple(each.node for each in inputs), num_bytes)
+        spec = scopes.spec_for(operation)
         file, line = users_line()
         fields |= {"spec": spec, "line": f"{Path(file).name}:{line}", "file": file, "outputs": tuple(outputs)}
         node = Node(len(self.nodes), kind, name, type_name, **fields)
@@ -387,6 +389,7 @@ class GraphRecorder:
             # What follows without a gradient of its own has the same number.
             self._by_sequence.setdefault(_torch.next_sequence_number() - 1, node)
             return
+        node.is_gradient = "AccumulateGrad" not in running.name()  # an optimizer may step in hooks of that
         node.beside = self._by_sequence.get(_torch.sequence_number(running))
         if node.beside is not None:
             node.spec = node.beside.spec

@@ -9,7 +9,7 @@ import torch
 
 from stratagem import _tree
 from stratagem.errors import GraphError, GraphTypeError
-from stratagem.graphs.graph import Graph, placeholder
+from stratagem.graphs.graph import Graph, checked_shape, placeholder, require_dtype
 from stratagem.graphs.graph_tensor import GraphTensor
 from stratagem.graphs.nodes import described
 from stratagem.graphs.recorder import GraphRecorder
@@ -24,10 +24,16 @@ class TensorSpec:
     Args:
         shape: Its shape; a size that is `None` may be another one in each run.
         dtype: Its type.
+    Raises:
+        GraphTypeError: That is not a shape or a type.
     """
 
-    shape: Sequence[int | None]
+    shape: Sequence[int | None] | int
     dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        checked_shape(self.shape, may_vary=True)
+        require_dtype(self.dtype)
 
 
 @final

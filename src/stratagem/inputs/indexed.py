@@ -6,23 +6,26 @@ an epoch. How a process loads is `loading`'s, what it holds is `portions`'.
 
 import itertools
 import weakref
+import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch.utils import data
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
+from stratagem._checks import StaysHere
 from stratagem.engine import random_state
 from stratagem.errors import StrategyError
 from stratagem.inputs import portions
 from stratagem.inputs.arrays import ArrayDataset, as_they_are
 from stratagem.inputs.loading import Indices, Source
 from stratagem.inputs.portions import Lease, Portion, PortionPart
-from stratagem.inputs.reader import InputHost, send_waiting, waiting_calls
-from stratagem.inputs.splitting import Evenness, assemble, emptied, offsets
+from stratagem.inputs.reader import InputHost, Pass, length_of, send_waiting, waiting_calls
+from stratagem.inputs.splitting import Evenness, assemble, offsets
 from stratagem.inputs.templates import common_template
 from stratagem.objects.per_replica import PerReplica
 
@@ -40,7 +43,7 @@ _READ_AHEAD = (
 
 
 @final
-class DistributedLoader:
+class DistributedLoader(StaysHere):
     """Global batches whose slices are loaded by the replicas that use them.
 
     Each iteration is one epoch, in the order that the loader itself would give with the same seed.
@@ -60,7 +63,6 @@ class DistributedLoader:
         self.key = next(_keys)
         self.lease = Lease()
         self.template: Any = None
-        _require_whole(loader, host)
         self.source = _source_of(loader)
         self._epochs = itertools.count(1)
         self._sent = False
@@ -69,15 +71,36 @@ class DistributedLoader:
         self._check_sizes()
 
     def __iter__(self) -> "_Epoch":
+        self.host.require_usable()
         if self._closed:
             raise StrategyError("this distributed data was closed; call distribute again")
         send_waiting(self.host)
         self._send()
         self.host.draw_alike()
-        return _Epoch(self, next(self._epochs))
+        if self.host.input_pipeline[0] == 1:
+            return _Epoch(self, next(self._epochs))
+        order = _order_of(self.loader.batch_sampler)
+        epoch = _Epoch(self, next(self._epochs))
+        self.host.compare_data(
+            {
+                "kind of data": "examples",
+                "examples": length_of(self.loader.dataset),
+                "batches": length_of(self.loader),
+                "examples in a batch": self.loader.batch_size,
+                "sampler": type(getattr(self.loader.batch_sampler, "sampler", self.loader.batch_sampler)).__name__,
+                "checksum of the order": order,
+                "checksum of the first batch": epoch.checksum_of_first(),
+            }
+        )
+        return epoch
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    @property
+    def undivided(self) -> DataLoader[Any]:
+        """The batches as they were given: one pass is one epoch."""
+        return self.loader
 
     def close(self) -> None:
         """Drops the dataset in all replicas; batches that were not used yet are lost."""
@@ -135,7 +158,7 @@ class DistributedLoader:
 
 
 @final
-class _Epoch(Iterator[Any]):
+class _Epoch(Pass):
     """One pass over the data."""
 
     def __init__(self, owner: DistributedLoader, number: int) -> None:
@@ -159,6 +182,7 @@ class _Epoch(Iterator[Any]):
     def __next__(self) -> Any:
         if not self._open:
             raise StopIteration
+        self._owner.host.require_usable()
         self._fill(1)
         if not self._window:
             self.close()
@@ -166,6 +190,14 @@ class _Epoch(Iterator[Any]):
         number, parts, counts = self._window.popleft()
         self._fill(self._num_ahead)
         return self._batch(number, parts, counts)
+
+    def checksum_of_first(self) -> int | None:
+        """Tells the examples of the first batch from others; `None` if there are none, or they have no numbers."""
+        self._fill(1)
+        if not self._window:
+            return None
+        _, parts, counts = self._window[0]
+        return _checksum([index for part, count in zip(parts, counts, strict=True) for index in part[:count]])
 
     def skip(self) -> bool:
         """Passes over the next batch without loading it; whether there was one."""
@@ -198,26 +230,24 @@ class _Epoch(Iterator[Any]):
             number = self._num_read
             self._num_read += 1
             sizes = self._owner.evenness.slices(len(indices), f"global batch {number}")
-            self._window.append((number, [indices[begin:end] for begin, end in offsets(sizes)], sizes))
+            # A replica without examples loads one that counts for nothing.
+            parts: list[Indices] = [indices[begin:end] or indices[:1] for begin, end in offsets(sizes)]
+            self._window.append((number, parts, sizes))
 
     def _batch(self, number: int, parts: list[Indices], counts: tuple[int, ...]) -> Any:
         owner, here = self._owner, self._owner.host.replicas_here
         counts = tuple(counts[replica] for replica in here)
-        first = self._portion(0, number, parts)
-        owner.probe(first)
-        first = self._portion(0, number, parts)
+        owner.probe(self._portion(0, number, parts))
+        first, *others = [self._portion(place, number, parts) for place in range(len(here))]
         leaves, structure = first.flatten(portions.load(first))
-        others = [self._portion(place, number, parts) for place in range(1, len(here)) if counts[place]]
-        joined = []
-        for position, leaf in enumerate(leaves):
-            own = leaf if counts[0] else emptied(leaf, len(first.indices))
-            values = [own, *(PortionPart(portion, position, len(leaves)) for portion in others)]
-            values += [emptied(leaf, len(first.indices))] * (len(here) - len(values))
-            joined.append(PerReplica(values, counts))
+        joined = [
+            PerReplica([leaf, *(PortionPart(portion, position, len(leaves)) for portion in others)], counts)
+            for position, leaf in enumerate(leaves)
+        ]
         return assemble(joined, structure)
 
     def _portion(self, place: int, number: int, parts: list[Indices]) -> Portion:
-        """What the replica at a place of this machine loads; the first also where nothing is left, for its form."""
+        """What the replica at a place of this machine loads."""
         owner, replica = self._owner, self._owner.host.replicas_here[place]
         return Portion(
             owner.key,
@@ -225,8 +255,8 @@ class _Epoch(Iterator[Any]):
             self._seed,
             replica,
             number,
-            parts[replica] or parts[0][:1],
-            tuple((each, own[replica]) for each, own, _ in self._window if own[replica]),
+            parts[replica],
+            tuple((each, own[replica]) for each, own, _ in self._window),
             owner.template,
             owner.lease,
         )
@@ -250,14 +280,31 @@ def _may_read_ahead(loader: DataLoader[Any]) -> bool:
     return getattr(sampler.sampler, "generator", None) is not torch.default_generator
 
 
-def _require_whole(loader: DataLoader[Any], host: InputHost) -> None:
-    """Refuses a sampler that leaves out what is for other machines: that is divided here."""
-    sampler = getattr(loader.batch_sampler, "sampler", None)
-    if host.input_pipeline[0] > 1 and isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        raise StrategyError(
-            f"the DataLoader has a DistributedSampler for {sampler.num_replicas} replicas, but distribute divides each "
-            f"global batch over the workers itself; leave the sampler out, or say auto_shard='off'"
-        )
+def _order_of(batch_sampler: Any) -> int | None:
+    """Tells the order of the coming epoch from others, where a sampler of torch's own has one of its own.
+
+    That of the others follows from the random numbers of the program and from how many examples there are; samplers of
+    other kinds cannot be asked twice.
+    """
+    sampler = getattr(batch_sampler, "sampler", None)
+    generator = getattr(sampler, "generator", None)
+    decided = type(sampler) in (data.SequentialSampler, data.RandomSampler) and generator is None
+    if type(batch_sampler) is not data.BatchSampler or type(sampler) not in _READ_AHEAD or decided:
+        return None
+    with random_state.kept():
+        before = generator.get_state() if generator is not None else None
+        try:
+            return _checksum(list(sampler))  # type: ignore[arg-type]  # one of `_READ_AHEAD`
+        finally:
+            if generator is not None:
+                generator.set_state(before)
+
+
+def _checksum(indices: Sequence[Any]) -> int | None:
+    try:
+        return zlib.crc32(np.asarray(indices, dtype=np.int64).tobytes())
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _source_of(loader: DataLoader[Any]) -> Source:

@@ -6,6 +6,7 @@ is decided by the controller.
 
 import contextlib
 import ctypes
+import functools
 import signal
 import sys
 import threading
@@ -96,7 +97,7 @@ class ThreadLoader(Loader):
 
     def __init__(self, source: Source) -> None:
         super().__init__(source)
-        self._next: _Prefetch | None = None
+        self._next: Prefetch | None = None
         self._threaded = not source.in_memory
 
     def _load(self, number: int, indices: Indices, ahead: Sequence[Numbered]) -> Any:
@@ -109,7 +110,8 @@ class ThreadLoader(Loader):
         elif coming.error is not None:
             raise coming.error
         if self._threaded and ahead:
-            self._next = _Prefetch(self._source, *ahead[0])
+            number, indices = ahead[0]
+            self._next = Prefetch(functools.partial(self._source.fetch, indices), number)
         return batch
 
     def close(self) -> None:
@@ -200,15 +202,20 @@ class _InitInChild:
 
 
 @final
-class _Prefetch:
-    """A batch that a thread loads; the thread ends with it."""
+class Prefetch:
+    """A batch that a thread loads; the thread ends with it.
 
-    def __init__(self, source: Source, number: int, indices: Indices) -> None:
+    Args:
+        fetch: Loads it.
+        number: Which batch.
+    """
+
+    def __init__(self, fetch: Callable[[], Any], number: int = 0) -> None:
         self.number = number
         self.error: BaseException | None = None
         self._batch: Any = None
         self._thread = threading.Thread(
-            target=self._run, args=(source, indices), name=f"stratagem-prefetch-{number}", daemon=True
+            target=self._run, args=(fetch,), name=f"stratagem-prefetch-{number}", daemon=True
         )
         self._thread.start()
 
@@ -217,8 +224,8 @@ class _Prefetch:
             self._thread.join()
         return self._batch
 
-    def _run(self, source: Source, indices: Indices) -> None:
+    def _run(self, fetch: Callable[[], Any]) -> None:
         try:
-            self._batch = source.fetch(indices)
+            self._batch = fetch()
         except BaseException as error:
             self.error = error

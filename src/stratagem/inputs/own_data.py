@@ -1,18 +1,19 @@
 """Data of which each machine has its own: it reads no other, and those that run out wait for the rest.
 
-Owns how machines end an epoch together. A machine without data gets empty batches, which count for
-nothing, until all are done.
+Owns how machines end an epoch together. A machine without data gets its last batch
+again, which counts for nothing, until all are done.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, final
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from stratagem._checks import StaysHere
 from stratagem.errors import StrategyError
-from stratagem.inputs.reader import InputHost
-from stratagem.inputs.splitting import emptied_batch
+from stratagem.inputs.reader import Batches, InputHost, Told
+from stratagem.inputs.splitting import uncounted
 
 
 @final
@@ -34,8 +35,14 @@ class OneMachine:
     def input_pipeline(self) -> tuple[int, int]:
         return 1, 0
 
+    def require_usable(self) -> None:
+        self._host.require_usable()
+
     def draw_alike(self) -> None:
         """What others draw is their own business."""
+
+    def compare_data(self, told: Told) -> None:
+        """So is what they have."""
 
     def is_any(self, has_data: bool) -> bool:
         return has_data
@@ -45,7 +52,7 @@ class OneMachine:
 
 
 @final
-class OwnData:
+class OwnData(StaysHere):
     """Batches of this machine's own data.
 
     Args:
@@ -58,6 +65,9 @@ class OwnData:
         self._host = host
 
     def __iter__(self) -> Iterator[Any]:
+        return Batches(self._together(), self._host)
+
+    def _together(self) -> Generator[Any]:
         batches, last = iter(self._batches), None
         while True:
             batch = next(batches, None)
@@ -69,7 +79,7 @@ class OwnData:
                     f"worker {number} of {machines} got no batch while others have some: its part of the data is "
                     f"empty; give every worker at least one batch, or share data with auto_shard='data'"
                 )
-            last = batch if batch is not None else emptied_batch(last)
+            last = batch if batch is not None else uncounted(last)
             yield last
 
     def __len__(self) -> int:

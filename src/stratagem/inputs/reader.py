@@ -4,12 +4,17 @@ Owns the news that wait for the children: an object that is collected must not c
 what it leaves behind in the children is noted here and sent with a later call.
 """
 
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, final
 
+from stratagem._checks import StaysHere, require_count
 from stratagem.errors import StrategyError
+
+Told: TypeAlias = Mapping[str, int | str | None]
+"""What a program knows of its data, by what it is called in errors; `None` where it does not know."""
 
 
 class InputHost(Protocol):
@@ -27,8 +32,14 @@ class InputHost(Protocol):
     def input_pipeline(self) -> tuple[int, int]:
         """How many programs read data, and the number of this one."""
 
+    def require_usable(self) -> None:
+        """Refuses use after the end."""
+
     def draw_alike(self) -> None:
         """Lets all programs that read the same data draw the same random numbers from here on."""
+
+    def compare_data(self, told: Told) -> None:
+        """Raises the error of programs whose copies of the data differ; all tell of theirs at the same time."""
 
     def is_any(self, has_data: bool) -> bool:
         """Whether any of the programs that read data still has some; all ask at the same time."""
@@ -57,12 +68,80 @@ class InputContext:
         Raises:
             StrategyError: The global batch does not divide evenly.
         """
+        require_count(global_batch_size=global_batch_size)
         if global_batch_size % self.num_replicas_in_sync:
             raise StrategyError(
                 f"global_batch_size {global_batch_size} does not divide evenly over "
                 f"{self.num_replicas_in_sync} replicas; choose a multiple of {self.num_replicas_in_sync}"
             )
         return global_batch_size // self.num_replicas_in_sync
+
+
+@final
+class Optional:
+    """A batch that may be there or not, as TensorFlow's iterators give it.
+
+    Args:
+        value: The batch; nothing after the last.
+    """
+
+    def __init__(self, *value: Any) -> None:
+        self._value = value
+
+    def has_value(self) -> bool:
+        """Whether there is one."""
+        return bool(self._value)
+
+    def get_value(self) -> Any:
+        """The batch."""
+        if not self._value:
+            raise StrategyError("there is no batch after the last; ask has_value() before get_value()")
+        return self._value[0]
+
+
+class Pass(StaysHere, Iterator[Any]):
+    """One pass over distributed batches."""
+
+    def get_next(self) -> Any:
+        """The next batch, in TensorFlow's word; `StopIteration` after the last."""
+        return next(self)
+
+    def get_next_as_optional(self) -> Optional:
+        """The next batch if there is one."""
+        return Optional(*itertools.islice(self, 1))
+
+
+@final
+class Batches(Pass):
+    """One pass over distributed batches, while their strategy can be used.
+
+    Args:
+        batches: The pass.
+        host: The strategy.
+    """
+
+    def __init__(self, batches: Generator[Any], host: InputHost) -> None:
+        self._batches = batches
+        self._host = host
+
+    def __iter__(self) -> "Batches":
+        return self
+
+    def __next__(self) -> Any:
+        self._host.require_usable()
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Ends the pass."""
+        self._batches.close()
+
+
+def length_of(data: Any) -> int | None:
+    """How many something has; `None` if it does not say."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 Call = tuple[Callable[..., None], tuple[Any, ...]]

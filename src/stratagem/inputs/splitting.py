@@ -5,17 +5,20 @@ Knows nothing of where batches come from.
 """
 
 import logging
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
 
 from stratagem import _tree
 from stratagem.errors import StrategyError, UnevenDataError
-from stratagem.objects.per_replica import PerReplica, load_deferred
+from stratagem.objects.per_replica import PerReplica
 
 _log = logging.getLogger("stratagem")
+
+BatchDim: TypeAlias = int | Mapping[Any, int]
+"""Along which dimension batches have their examples: one for all parts, or by name."""
 
 
 def sizes_of_slices(num_examples: int, num_replicas: int) -> tuple[int, ...]:
@@ -74,7 +77,7 @@ class Evenness:
         if not self._logged and not all(sizes):
             self._logged = True
             _log.info(
-                "%s has %d examples for %d replicas: %d of them get an empty batch, which counts for nothing",
+                "%s has %d examples for %d replicas: %d of them get a copy of an example, which counts for nothing",
                 what,
                 sum(sizes),
                 len(sizes),
@@ -102,8 +105,38 @@ def assemble(leaves: Sequence[Any], structure: _tree.Structure) -> Any:
     return tuple(batch) if type(batch) is list else batch
 
 
-def num_examples_of(leaves: Sequence[Any], what: str) -> int:
-    """How many examples a batch has: the first dimension of all its batched leaves.
+def batch_dims(batch: Any, batch_dim: BatchDim, what: str) -> list[int]:
+    """Along which dimension each leaf of a batch has its examples.
+
+    Args:
+        batch: The batch.
+        batch_dim: For all leaves, or by key, name or position in the batch; 0 for what is not in it.
+        what: The batch, for errors.
+    Raises:
+        StrategyError: A leaf does not have that dimension, or the batch no such part.
+    """
+    if isinstance(batch_dim, int):
+        return [_checked_dim(each, batch_dim, what) for each in flatten(batch)[0]]
+    parts = {} if is_leaf(batch) else _tree.parts_by_name(batch)
+    if unknown := [name for name in batch_dim if name not in parts]:
+        raise StrategyError(f"batch_dim names {unknown[0]!r}, and {what} has {list(parts) or 'no parts with names'}")
+    dims = [(part, batch_dim.get(name, 0)) for name, part in parts.items()]
+    return [_checked_dim(each, dim, what) for part, dim in dims for each in flatten(part)[0]]
+
+
+def _checked_dim(leaf: Any, dim: int, what: str) -> int:
+    if not isinstance(leaf, torch.Tensor | np.ndarray) or not leaf.ndim:
+        return 0
+    if not 0 <= dim < leaf.ndim or (dim and isinstance(leaf, torch.Tensor) and leaf.is_nested):
+        raise StrategyError(
+            f"batch_dim is {dim}, and a part of {what} is a {type(leaf).__name__} of {leaf.ndim} dimensions; give each "
+            f"its own: batch_dim={{'src': 1, 'label': 0}}"
+        )
+    return dim
+
+
+def num_examples_of(leaves: Sequence[Any], what: str, dims: Sequence[int] | None = None) -> int:
+    """How many examples a batch has: the size of all its batched leaves along the dimension of examples.
 
     Raises:
         StrategyError: There is none, or they disagree.
@@ -112,9 +145,16 @@ def num_examples_of(leaves: Sequence[Any], what: str) -> int:
         if not _is_batched(each) and hasattr(each, "__len__") and not isinstance(each, _WHOLE):
             raise StrategyError(
                 f"cannot cut a {type(each).__name__} in {what}; batches are tensors, arrays and lists, "
-                f"in tuples, lists and dicts"
+                f"in tuples, lists, dicts and dataclasses"
             )
-    lengths = [len(each) for each in leaves if _is_batched(each)]
+        if isinstance(each, torch.Tensor) and each.layout not in _LAYOUTS:
+            raise StrategyError(
+                f"cannot cut a tensor of layout {each.layout} in {what}; batches have dense, nested and COO tensors, "
+                f"so make it one with to_sparse_coo()"
+            )
+    lengths = [
+        _num_rows(each, dim) for each, dim in zip(leaves, dims or [0] * len(leaves), strict=True) if _is_batched(each)
+    ]
     if not lengths:
         outline = ", ".join(type(each).__name__ for each in leaves) or "nothing"
         raise StrategyError(
@@ -124,32 +164,30 @@ def num_examples_of(leaves: Sequence[Any], what: str) -> int:
     if len(set(lengths)) > 1:
         raise StrategyError(
             f"the parts of {what} have first dimensions {_listed(lengths)}; "
-            f"all must have the same, the number of examples"
+            f"all must have the same, the number of examples; if it is another dimension, name it with batch_dim="
         )
     return lengths[0]
 
 
-def split(batch: Any, evenness: Evenness, what: str, here: range) -> Any:
+def split(batch: Any, evenness: Evenness, what: str, here: range, batch_dim: BatchDim = 0) -> Any:
     """A global batch with a `PerReplica` at every leaf, of the slices of the replicas that are here."""
     leaves, structure = flatten(batch)
-    sizes = evenness.slices(num_examples_of(leaves, what), what)
+    dims = batch_dims(batch, batch_dim, what)
+    sizes = evenness.slices(num_examples_of(leaves, what, dims), what)
     bounds, counts = _part(offsets(sizes), here), tuple(_part(sizes, here))
-    return assemble([PerReplica(_cut(each, bounds), counts) for each in leaves], structure)
+    cut = [PerReplica(_cut(each, bounds, dim), counts) for each, dim in zip(leaves, dims, strict=True)]
+    return assemble(cut, structure)
 
 
-def emptied_batch(batch: Any) -> Any:
-    """A distributed batch of the same form without examples."""
-
-    def without(leaf: PerReplica) -> PerReplica:
-        counts = leaf.counts or (0,) * len(leaf)
-        own = [emptied(value, count) for value, count in zip(load_deferred(leaf.values), counts, strict=True)]
-        return PerReplica(own, (0,) * len(leaf))
-
-    return _tree.map(without, batch, is_leaf=lambda each: isinstance(each, PerReplica))
+def uncounted(batch: Any) -> Any:
+    """A distributed batch once more, in the place of one that a machine does not have: it counts for nothing."""
+    return _tree.map(
+        lambda leaf: PerReplica(leaf.held, (0,) * len(leaf)), batch, is_leaf=lambda each: isinstance(each, PerReplica)
+    )
 
 
-def join(batches: Sequence[Any], num_replicas: int, evenness: Evenness, what: str) -> Any:
-    """One batch per replica as one structure; replicas for which there is none get an empty one."""
+def join(batches: Sequence[Any], num_replicas: int, evenness: Evenness, what: str, batch_dim: BatchDim = 0) -> Any:
+    """One batch per replica as one structure; replicas for which there is none get another's, uncounted."""
     flat = [flatten(batch) for batch in batches]
     for leaves, structure in flat:
         if structure != flat[0][1]:
@@ -157,32 +195,30 @@ def join(batches: Sequence[Any], num_replicas: int, evenness: Evenness, what: st
                 f"the batches of {what} differ in structure, {_outline(flat[0][0])} and {_outline(leaves)}; "
                 f"the batches of one step must be alike"
             )
-    sizes = [num_examples_of(leaves, what) for leaves, _ in flat]
-    missing = num_replicas - len(flat)
-    counts = (*sizes, *[0] * missing)
-    evenness.note(counts, what)
-    columns = [
-        [*column, *[emptied(column[-1])] * missing] for column in zip(*(leaves for leaves, _ in flat), strict=True)
+    dims = [batch_dims(batch, batch_dim, what) for batch in batches]
+    sizes = [
+        1 if _is_example(leaves, own) else num_examples_of(leaves, what, own)
+        for (leaves, _), own in zip(flat, dims, strict=True)
     ]
-    return assemble([PerReplica(column, counts) for column in columns], flat[0][1])
+    counts = (*sizes, *[0] * (num_replicas - len(flat)))
+    evenness.note(counts, what)
+    instead = next((place for place, size in enumerate(sizes) if size), 0)
+    chosen = [flat[place if count else instead][0] for place, count in enumerate(counts)]
+    return assemble([PerReplica(column, counts) for column in zip(*chosen, strict=True)], flat[0][1])
+
+
+def _is_example(leaves: Sequence[Any], dims: Sequence[int]) -> bool:
+    """Whether these are the parts of a single example: batches have rows, as many in every part."""
+    numbers = any(isinstance(each, torch.Tensor | np.ndarray | np.generic) and not each.ndim for each in leaves)
+    lengths = {_num_rows(each, dim) for each, dim in zip(leaves, dims, strict=True) if _is_batched(each)}
+    return numbers or len(lengths) != 1
 
 
 def _part(everyones: Sequence[Any], here: range) -> list[Any]:
     return [everyones[number] for number in here]
 
 
-def emptied(leaf: Any, num_examples: int | None = None) -> Any:
-    """What a replica without examples gets in the place of a leaf.
-
-    Args:
-        leaf: The leaf as another replica has it.
-        num_examples: If given, only what has this many rows is emptied.
-    """
-    if not _is_batched(leaf) or num_examples not in (None, len(leaf)):
-        return leaf
-    return leaf[:0]
-
-
+_LAYOUTS = (torch.strided, torch.jagged, torch.sparse_coo)
 _WHOLE = (str, bytes, torch.Tensor, np.ndarray, np.generic)
 
 
@@ -190,10 +226,28 @@ def _is_batched(leaf: Any) -> bool:
     return type(leaf) in (list, tuple) or (isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0)
 
 
-def _cut(leaf: Any, bounds: Sequence[tuple[int, int]]) -> list[Any]:
+def _cut(leaf: Any, bounds: Sequence[tuple[int, int]], dim: int) -> list[Any]:
     if not _is_batched(leaf):
         return [leaf] * len(bounds)
-    return [leaf[begin:end] for begin, end in bounds]
+    # A replica without examples gets one that counts for nothing: few programs can do without.
+    return [rows_of(leaf, begin, end, dim) if begin < end else rows_of(leaf, 0, 1, dim) for begin, end in bounds]
+
+
+def _num_rows(leaf: Any, dim: int) -> int:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.size(dim)
+    return int(leaf.shape[dim]) if isinstance(leaf, np.ndarray) else len(leaf)
+
+
+def rows_of(leaf: Any, begin: int, end: int, dim: int = 0) -> Any:
+    """Some examples of a leaf; where it wants gradients, they do too, each replica's for itself."""
+    if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_leaf:
+        return rows_of(leaf.detach(), begin, end, dim).requires_grad_()
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        return torch.nested.nested_tensor(leaf.unbind()[begin:end], layout=leaf.layout)
+    if isinstance(leaf, torch.Tensor) and leaf.is_sparse:
+        return leaf.index_select(dim, torch.arange(begin, end, device=leaf.device))
+    return leaf[(slice(None),) * dim + (slice(begin, end),)] if dim else leaf[begin:end]
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -3,7 +3,9 @@
 Small results travel with the answer; large tensors stay in their replica until somebody asks.
 """
 
+import contextlib
 import functools
+import operator
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,6 +19,9 @@ from stratagem.errors import StrategyError
 from stratagem.processes.packing import Raw
 
 _INLINE_BYTES = 64 * 1024
+
+InTurn = Callable[[], contextlib.AbstractContextManager[Any]]
+"""Makes a block that one thread at a time is in."""
 
 
 @final
@@ -37,7 +42,20 @@ class Deferred(ABC):
 
 def load_deferred(value: Any) -> Any:
     """A nesting of values with everything loaded that the replica makes itself."""
-    return _tree.map(lambda each: each.load() if isinstance(each, Deferred) else each, value)
+    return _tree.map_only(Deferred, lambda each: each.load(), value)
+
+
+def brought(value: Any, device: torch.device, *, computes_on: torch.device) -> Any:
+    """A nesting of values with its tensors brought to a device; as it is where a replica computes on the CPU.
+
+    Args:
+        value: The nesting.
+        device: Where to.
+        computes_on: The device of the replica.
+    """
+    if computes_on.type == "cpu":
+        return value
+    return _tree.map_only(torch.Tensor, lambda each: each.to(device), value)
 
 
 @final
@@ -55,17 +73,34 @@ class PerReplica:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The values of all replicas, fetched now if they are not here yet."""
+        """The values of all replicas, fetched or loaded now if they are not here yet."""
         return tuple(self[replica] for replica in range(len(self)))
 
-    def __getitem__(self, replica: int) -> Any:
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """The values that are here, without waiting for others."""
+        return tuple(each for each in self._values if not isinstance(each, _Later))
+
+    def part(self, replica: int) -> Any:
+        """What one replica is given: its value, or what it makes its value of."""
         value = self._values[replica]
         if isinstance(value, _Later):
             value = self._values[replica] = value.fetch()
         return value
 
+    def __getitem__(self, replica: int) -> Any:
+        value = self.part(replica)
+        if isinstance(value, Deferred):
+            value = self._values[replica] = value.load()
+        return value
+
     def __len__(self) -> int:
         return len(self._values)
+
+    __hash__ = object.__hash__  # it is found by what it is, in a set and as a key, whatever it holds
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PerReplica, (self.values, self.counts)  # a copy does not wait for replicas
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):
@@ -110,10 +145,14 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 
 for _name in (
-    *("float", "int", "complex", "index", "neg", "pos", "abs", "invert", "round", "lt", "le", "gt", "ge"),
+    *("float", "int", "complex", "bool", "index", "neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil"),
+    *("lt", "le", "gt", "ge", "eq", "ne", "contains", "divmod", "rdivmod"),
     *(
         side + name
-        for name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+        for name in (
+            *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"),
+            *("lshift", "rshift"),
+        )
         for side in ("", "r", "i")
     ),
 ):
@@ -122,13 +161,19 @@ for _name in (
 
 @final
 class _Later:
-    def __init__(self, fetch: Callable[[], Any], forget: Callable[[], None]) -> None:
+    def __init__(self, fetch: Callable[[], Any], forget: Callable[[], None], in_turn: InTurn) -> None:
         self._fetch = fetch
         self._forget = weakref.finalize(self, forget)
+        self._in_turn = in_turn
+        self._fetched: list[Any] = []
 
     def fetch(self) -> Any:
-        self._forget.detach()
-        return self._fetch()
+        # It can be fetched once. No lock of its own: a thread that has the turn would wait for one that waits for it.
+        with self._in_turn():
+            if not self._fetched:
+                self._forget.detach()
+                self._fetched.append(self._fetch())
+            return self._fetched[0]
 
 
 def pack_result(result: Any, kept: Any) -> Any:
@@ -138,7 +183,7 @@ def pack_result(result: Any, kept: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         value = _as_it_is_now(value)
-        if value.nbytes <= _INLINE_BYTES:
+        if not _is_plain(value) or value.nbytes <= _INLINE_BYTES:
             return Raw(value) if _is_ordinary(value) else value
         kept.next_number += 1
         kept.values[kept.next_number] = value
@@ -152,6 +197,7 @@ def join_results(
     counts: tuple[int, ...] | None,
     fetch: Callable[[int, int], Any],
     forget: Callable[[tuple[int, int]], None] = lambda _: None,
+    in_turn: InTurn = contextlib.nullcontext,
 ) -> Any:
     """Turns the results of all replicas, of equal structure, into one structure of per-replica values.
 
@@ -160,6 +206,7 @@ def join_results(
         counts: How many examples each replica had.
         fetch: Brings a value that stayed in its replica, by rank and number.
         forget: Told of a value that nobody will ask for any more, likewise; lives as long as the value.
+        in_turn: A block in which one thread at a time fetches.
     """
     own = _tree.map(_kept, results[0])
     flat = [_tree.flatten(result) for result in (own, *results[1:])]
@@ -171,7 +218,7 @@ def join_results(
             )
 
     def later(rank: int, number: int) -> _Later:
-        return _Later(functools.partial(fetch, rank, number), functools.partial(forget, (rank, number)))
+        return _Later(functools.partial(fetch, rank, number), functools.partial(forget, (rank, number)), in_turn)
 
     def leaf(values: tuple[Any, ...]) -> PerReplica:
         held = [later(rank, value.number) if isinstance(value, Remote) else value for rank, value in enumerate(values)]
@@ -190,13 +237,11 @@ def select(value: Any, replica: int, *, sent: bool = False) -> Any:
         sent: Whether its tensors are to be sent there: each is then on its own, without the others' memory.
     """
 
-    def part(each: Any) -> Any:
-        if not isinstance(each, PerReplica):
-            return each
-        own = each[replica]
+    def part(each: PerReplica) -> Any:
+        own = each.part(replica)
         return Raw(own) if sent and isinstance(own, torch.Tensor) and _is_ordinary(own) else own
 
-    return _tree.map(part, value)
+    return _tree.map_only(PerReplica, part, value)
 
 
 def copied(value: Any, is_reference: Callable[[Any], bool]) -> Any:
@@ -224,14 +269,20 @@ def counts_of(*values: Any) -> tuple[int, ...] | None:
     return next((each.counts for each in _tree.leaves(values) if isinstance(each, PerReplica) and each.counts), None)
 
 
-def reduce(op: str, value: PerReplica, *, weighted: bool) -> Any:
-    """One value of all: replicas without examples count for nothing."""
-    require_op(op)
+def reduce(op: str, value: PerReplica, axis: int | None = None, *, weighted: bool) -> Any:
+    """One value of all, along an axis if one is given: replicas without examples count for nothing."""
+    op = require_op(op)
+    if axis is not None:
+        return _reduce_along(op, value, axis)
     counts = value.counts or (1,) * len(value)
     tensors = as_tensors(f"reduce({op!r})", value)
     tensors = [each for each, count in zip(tensors, counts, strict=True) if count > 0]
     if not tensors:
         return torch.as_tensor(float("nan"))
+    if any(each.is_nested for each in tensors):
+        raise StrategyError(
+            "reduce needs tensors of one shape, replicas returned nested tensors; use gather to join them"
+        )
     if len({each.shape for each in tensors}) > 1:
         shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
         raise StrategyError(f"reduce needs tensors of one shape, replicas returned {shapes}; use gather to join them")
@@ -241,27 +292,126 @@ def reduce(op: str, value: PerReplica, *, weighted: bool) -> Any:
         total = sum(weights)
         numbers = [each.item() * (weight / total) for each, weight in zip(tensors, weights, strict=True)]
         return torch.tensor(sum(numbers), dtype=torch.float32)
-    stacked = torch.stack(tensors)
+    if any(each.is_sparse for each in tensors) and op in ("sum", "mean"):
+        parts = [weight / sum(weights) if op == "mean" else 1 for weight in weights]
+        return functools.reduce(operator.add, [each * part for each, part in zip(tensors, parts, strict=True)])
+    stacked = torch.stack([each.to_dense() for each in tensors])
+    if op in ("max", "min") and stacked.is_complex():
+        raise StrategyError(f"complex numbers have no {op}, replicas returned {stacked.dtype}; reduce their abs()")
     if op == "sum":
         return stacked.sum(dim=0)
     if op != "mean":
         return stacked.amax(dim=0) if op == "max" else stacked.amin(dim=0)
-    parts = torch.tensor(weights, dtype=torch.float64)
+    shares = torch.tensor(weights, dtype=torch.float64)
     wide = stacked.to(torch.complex128 if stacked.is_complex() else torch.float64)
-    mean = (wide * (parts / parts.sum()).view(-1, *[1] * (stacked.dim() - 1))).sum(dim=0)
+    mean = (wide * (shares / shares.sum()).view(-1, *[1] * (stacked.dim() - 1))).sum(dim=0)
     return mean.to(stacked.dtype) if stacked.is_floating_point() or stacked.is_complex() else mean
 
 
-def require_op(op: str) -> None:
-    """Refuses reductions that there are not."""
-    if op not in _OPS:
+def _reduce_along(op: str, value: PerReplica, axis: int) -> torch.Tensor:
+    """One value of the tensors of all replicas, joined along an axis, without that axis."""
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise StrategyError(f"axis is None or the number of an axis, got {axis!r}")
+    whole = torch.as_tensor(gather(value, axis))
+    if op == "mean" and not (whole.is_floating_point() or whole.is_complex()):
+        whole = whole.double()
+    if op in ("max", "min"):
+        return whole.amax(axis) if op == "max" else whole.amin(axis)
+    return whole.sum(axis) if op == "sum" else whole.mean(axis)
+
+
+def require_op(op: str) -> str:
+    """The name of a reduction, as it is known; refuses those that there are not."""
+    if isinstance(op, PerReplica | torch.Tensor):
+        raise StrategyError(
+            f"the name of the reduction comes first, got {type(op).__name__}; write reduce('mean', value)"
+        )
+    name = op.lower() if isinstance(op, str) else op
+    if name not in _OPS:
         raise StrategyError(f"no reduction named {op!r}; known: {', '.join(_OPS)}")
+    return name
 
 
-def gather(value: PerReplica, axis: int) -> torch.Tensor:
-    """The tensors of all replicas, one after the other; single numbers become a vector."""
-    tensors = as_tensors("gather", PerReplica(load_deferred(value.values)))
-    return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in tensors], dim=axis)
+def gather(value: PerReplica, axis: int, pad: float | None = None) -> Any:
+    """The tensors of all replicas with examples, one after the other; single numbers become a vector, lists a list.
+
+    Args:
+        value: Those of all replicas.
+        axis: Along which they are joined.
+        pad: What fills those that are shorter along another axis; an error if `None`.
+    """
+    own = [value[place] for place in with_examples(value)] or value.values
+    if all(type(each) is list or type(each) is tuple for each in own):
+        return [each for part in own for each in part]
+    tensors = [as_vector(each) for each in as_tensors("gather", PerReplica(own))]
+    if any(each.is_nested for each in tensors):
+        return torch.nested.nested_tensor([row for each in tensors for row in each.unbind()], layout=tensors[0].layout)
+    for each in tensors:
+        require_axis(axis, each)
+    return torch.cat(_as_wide(tensors, axis, pad), dim=axis)
+
+
+def _as_wide(tensors: list[torch.Tensor], axis: int, pad: float | None) -> list[torch.Tensor]:
+    """Tensors that are equally wide along all axes but one, filled up if need be."""
+    num_axes = {each.dim() for each in tensors}
+    joined = axis % max(num_axes)
+    forms = {(*each.shape[:joined], 0, *each.shape[joined + 1 :]) for each in tensors}
+    if len(forms) == 1:
+        return tensors
+    if len(num_axes) > 1 or pad is None:
+        shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
+        raise StrategyError(
+            f"gather joins tensors along axis {axis} that are alike along all others, replicas returned {shapes}; "
+            + ("return as many axes in every replica" if len(num_axes) > 1 else "gather(value, pad=0) fills them up")
+        )
+    widest = [max(sizes) for sizes in zip(*forms, strict=True)]
+
+    def filled(each: torch.Tensor) -> torch.Tensor:
+        missing = [0 if at == joined else widest[at] - size for at, size in enumerate(each.shape)]
+        ends = [number for number in reversed(missing) for number in (0, number)]
+        return torch.nn.functional.pad(each, ends, value=pad)
+
+    return [filled(each) for each in tensors]
+
+
+def local_results(value: Any) -> tuple[Any, ...]:
+    """What each replica with examples has of a nesting; the nesting itself where nothing in it is of several."""
+    leaves = _tree.leaves(value, is_leaf=lambda each: isinstance(each, PerReplica))
+    several = next((each for each in leaves if isinstance(each, PerReplica)), None)
+    if several is None:
+        return (value,)
+    return tuple(load_deferred(select(value, place)) for place in with_examples(several))
+
+
+def joined(what: str, tensors: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+    """Tensors of all replicas, one after the other."""
+    try:
+        return torch.cat(list(tensors), dim=axis)
+    except RuntimeError as error:
+        shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
+        raise StrategyError(
+            f"{what} joins tensors that differ along axis {axis} alone, replicas have {shapes}; pad them to one shape, "
+            f"or exchange them one by one"
+        ) from error
+
+
+def as_vector(value: torch.Tensor) -> torch.Tensor:
+    """A tensor that has an axis: a single number is a vector of one."""
+    return value if value.dim() else value.reshape(1)
+
+
+def require_axis(axis: int, value: torch.Tensor) -> None:
+    """Refuses what is no axis of a tensor."""
+    if type(axis) is not int or not -value.dim() <= axis < value.dim():
+        raise StrategyError(
+            f"axis is a whole number from {-value.dim()} to {value.dim() - 1} for shape {tuple(value.shape)}, "
+            f"got {axis!r}"
+        )
+
+
+def with_examples(value: PerReplica) -> list[int]:
+    """The places of the replicas that have examples; all where nobody knows."""
+    return [place for place, count in enumerate(value.counts or (1,) * len(value)) if count]
 
 
 _OPS = ("sum", "mean", "max", "min")
@@ -269,25 +419,39 @@ _OPS = ("sum", "mean", "max", "min")
 
 def as_tensors(what: str, value: PerReplica) -> list[torch.Tensor]:
     """The values of all replicas as tensors; refuses what cannot be one."""
-    for each in value.values:
-        if not isinstance(each, torch.Tensor | bool | int | float | complex | np.ndarray | np.generic):
-            raise StrategyError(
-                f"cannot {what} {type(each).__name__} {each!r}; return tensors or numbers from the function, "
-                f"or take the values with local_results"
-            )
-    return [torch.as_tensor(each).detach().to("cpu") for each in value.values]
+    return [_as_tensor(what, each) for each in value.values]
+
+
+def _as_tensor(what: str, value: Any) -> torch.Tensor:
+    is_number = isinstance(value, torch.Tensor | bool | int | float | complex | np.ndarray | np.generic)
+    try:
+        made = torch.as_tensor(value).detach().to("cpu") if is_number else None
+    except (TypeError, ValueError, RuntimeError):  # an array of texts, a number that no tensor holds
+        made = None
+    if made is None or made.is_quantized:
+        raise StrategyError(
+            f"cannot {what} {type(value).__name__} {value!r}; return tensors or numbers from the function, "
+            f"or take the values with local_results"
+        )
+    return made
 
 
 def _as_it_is_now(value: torch.Tensor) -> torch.Tensor:
     """A result that later runs do not change: what others hold and small tensors are copied, fresh large ones kept."""
-    return value.detach().clone() if value.nbytes <= _INLINE_BYTES or _is_held_elsewhere(value) else value.detach()
+    is_copied = not _is_plain(value) or value.nbytes <= _INLINE_BYTES or _is_held_elsewhere(value)
+    return value.detach().clone() if is_copied else value.detach()
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether a tensor is neither sparse nor nested."""
+    return value.layout == torch.strided and not value.is_nested
 
 
 def _is_held_elsewhere(value: torch.Tensor) -> bool:
     """Whether something else may write to a tensor's memory: it is a parameter, a view of one, or its `.data`."""
     if _torch.is_view(value):
         return value.is_leaf or ((base := _torch.base_of(value)) is not None and base.is_leaf)
-    if not value.is_leaf or value.layout != torch.strided:
+    if not value.is_leaf:
         return False
     # A tensor of its own has the only count but that of the object that is asked.
     return value.requires_grad or _torch.num_storage_users(value) > 2
@@ -302,7 +466,7 @@ def _kept(value: Any) -> Any:
 
 def _is_ordinary(value: torch.Tensor) -> bool:
     """Whether dtype, shape and bytes are all that there is to a tensor."""
-    if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type != "cpu":
+    if type(value) is not torch.Tensor or not _is_plain(value) or value.device.type != "cpu":
         return False
     return value.is_contiguous() and not (
         value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg()

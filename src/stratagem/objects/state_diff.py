@@ -1,31 +1,22 @@
 """Finds what the controller changed between two runs, besides the values of tensors (those `variables` find).
 
-In distributed objects: flags of modules (`training`, a dropout rate, an activation), the parts and hooks that they
-hold, `requires_grad`, the groups of an optimizer, the state of schedulers and gradient scalers. Around
-a run: gradient mode, autocast and the like, which a replica must have as the main program has them.
+In distributed objects: `training`, the parts that modules hold, `requires_grad`, hooks of tensors, the groups of an
+optimizer, the state of gradient scalers; other attributes are found by `captured`. Around a run: gradient mode,
+autocast and the like, which a replica must have as the main program has them.
 """
 
 import contextlib
 import functools
 import os
-import types
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from stratagem import _torch
 from stratagem.errors import StrategyError
+from stratagem.placement import log, resolution
 
-PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
-"""What is compared by value, and sent as it is."""
-
-kept_elsewhere: list[type] = []
-"""Classes of modules of whose functions somebody else takes care."""
-
-_FUNCTIONS = frozenset({types.FunctionType, types.BuiltinFunctionType})
-_SEQUENCES = frozenset({list, tuple})
 _NO_NAME = -1  # of a part that only this replica has
 
 Snapshot = dict[int, Any]
@@ -35,15 +26,19 @@ class _OfModule(NamedTuple):
     """What a module is besides its tensors; in changes, `None` for what has not changed."""
 
     kind: str | None = None
-    plain: dict[str, Any] | None = None
+    training: bool | None = None
     held: tuple[dict[str, int | None], ...] | None = None
-    hooks: dict[str, dict[int, Any]] | None = None
 
 
 def snapshot(named: dict[int, Any]) -> Snapshot:
     """The plain values of all objects, and which of them stand in which, by name."""
     names = {id(obj): name for name, obj in named.items()}
     return {name: _values(obj, names) for name, obj in named.items()}
+
+
+def sent_with_tensors(named: dict[int, torch.Tensor]) -> Snapshot:
+    """What tensors have that are built elsewhere: not their hooks."""
+    return {name: tensor.requires_grad for name, tensor in named.items()}
 
 
 def difference(before: Snapshot, now: Snapshot) -> Snapshot:
@@ -53,11 +48,6 @@ def difference(before: Snapshot, now: Snapshot) -> Snapshot:
         for name, values in now.items()
         if before.get(name) != values
     }
-
-
-def hooks_only(state: Snapshot) -> Snapshot:
-    """What is still known when replicas may be in different states: hooks are the program's, no run changes them."""
-    return {name: _OfModule(hooks=values.hooks) for name, values in state.items() if isinstance(values, _OfModule)}
 
 
 def apply(changes: Snapshot, resolve: Callable[[int], Any]) -> None:
@@ -81,13 +71,12 @@ def unknown_parts(objects: Iterable[Any], known: Container[Any]) -> list[Any]:
 def _values(obj: Any, names: dict[int, int]) -> Any:
     # Twice in every run: what most objects are is asked first.
     if isinstance(obj, torch.Tensor):
-        return obj.requires_grad
+        own_hooks = _torch.program_hooks(obj)
+        return obj.requires_grad if own_hooks is None else (obj.requires_grad, own_hooks)
     if isinstance(obj, torch.nn.Module):
         members = obj.__dict__
         held = tuple([_named_parts(members[kind], names) for kind in _torch.MODULE_PARTS])
-        hooks = {kind: dict(found) for kind in _torch.MODULE_HOOKS if (found := members[kind])}
-        plain = _plain_members(members, functions=not isinstance(obj, tuple(kept_elsewhere)))
-        return _OfModule(type(obj).__qualname__, plain, held, hooks)
+        return _OfModule(type(obj).__qualname__, members.get("training"), held)
     if isinstance(obj, torch.optim.Optimizer):
         return [
             (
@@ -98,29 +87,7 @@ def _values(obj: Any, names: dict[int, int]) -> Any:
         ]
     if isinstance(obj, torch.amp.GradScaler):
         return obj.state_dict()
-    return _plain_members(obj.__dict__) if hasattr(obj, "__dict__") else None
-
-
-def _plain_members(members: dict[str, Any], *, functions: bool = False) -> dict[str, Any]:
-    plain = {}
-    for key, value in members.items():
-        kind = type(value)
-        if kind in PLAIN:
-            plain[key] = value
-        elif kind in _FUNCTIONS:
-            if functions and _holds_nothing(value):
-                plain[key] = value
-        elif kind in _SEQUENCES and all(type(each) in PLAIN for each in value):
-            plain[key] = _own(value)
-    return plain
-
-
-def _holds_nothing(function: Any) -> bool:
-    """Whether a function, such as an activation, can be remembered without keeping anything else alive."""
-    if type(function) is types.FunctionType:
-        is_plain = all(type(each) in PLAIN for each in function.__defaults__ or ())
-        return is_plain and not function.__closure__ and not function.__dict__
-    return isinstance(function.__self__, types.ModuleType | type | None)
+    return None
 
 
 def _named_parts(parts: dict[str, Any], names: dict[int, int]) -> dict[str, int | None]:
@@ -136,19 +103,15 @@ def _changed(before: _OfModule | None, now: _OfModule) -> _OfModule:
             f"a distributed {before.kind} has become a {now.kind}, which the replicas cannot be sent: a module "
             f"keeps its class after the first run. Undo it (as remove_parametrizations does), or make a new module"
         )
-    for key, value in (before.plain or {}).items():
-        if type(value) in _FUNCTIONS and key not in (now.plain or {}):
-            raise StrategyError(
-                f"the function {key!r} of a distributed {now.kind} was deleted, or replaced by one that holds other "
-                f"objects (a closure, a partial, a method), which the replicas cannot be sent; use a plain function, "
-                f"or make a new module"
-            )
     return _OfModule._make(new if new != old else None for old, new in zip(before, now, strict=True))
 
 
 def _set_values(obj: Any, values: Any, resolve: Callable[[int], Any]) -> None:
     if isinstance(obj, torch.Tensor):
-        obj.requires_grad_(values)
+        requires_grad, hooks = values if isinstance(values, tuple) else (values, None)
+        if hooks is not None or _torch.program_hooks(obj) is not None:
+            _torch.set_program_hooks(obj.requires_grad_(), hooks)
+        obj.requires_grad_(requires_grad)
     elif isinstance(obj, torch.optim.Optimizer):
         del obj.param_groups[len(values) :]
         obj.param_groups.extend({} for _ in range(len(values) - len(obj.param_groups)))
@@ -160,13 +123,12 @@ def _set_values(obj: Any, values: Any, resolve: Callable[[int], Any]) -> None:
         if values:
             obj.load_state_dict(values)
     elif isinstance(values, _OfModule):
-        obj.__dict__.update(values.plain or {})
+        if values.training is not None:
+            obj.training = values.training
         for kind, named in zip(_torch.MODULE_PARTS, values.held or (), strict=False):
             _set_parts(obj.__dict__[kind], named, resolve)
-        if values.hooks is not None:
-            _set_hooks(obj, values.hooks)
-    else:
-        obj.__dict__.update(values)
+            for key in named.keys() & obj.__dict__.keys():
+                del obj.__dict__[key]  # a part that was computed until now, as pruning does
 
 
 def _set_parts(parts: dict[str, Any], named: dict[str, int | None], resolve: Callable[[int], Any]) -> None:
@@ -175,16 +137,6 @@ def _set_parts(parts: dict[str, Any], named: dict[str, int | None], resolve: Cal
     parts.clear()
     for key, name in named.items():
         parts[key] = own.get(key) if name == _NO_NAME else name if name is None else resolve(name)
-
-
-def _set_hooks(module: torch.nn.Module, hooks: dict[str, dict[int, Any]]) -> None:
-    for kind in _torch.MODULE_HOOKS:
-        # The same dict: handles that remove a hook know it.
-        own = module.__dict__[kind]
-        own.clear()
-        own.update(hooks.get(kind, {}))
-        # A hook that the function registers here must not take the place of one of these.
-        RemovableHandle.next_id = max(RemovableHandle.next_id, *(number + 1 for number in own), 0)
 
 
 def _own(value: Any) -> Any:
@@ -210,7 +162,12 @@ class Surroundings(NamedTuple):
     deterministic: bool
     deterministic_warns: bool
     matmul_precision: str
+    anomalies: bool
+    anomalies_nan: bool
     folder: str | None
+    soft: bool
+    prints: bool
+    logs: bool
 
 
 def surroundings() -> Surroundings:
@@ -224,7 +181,12 @@ def surroundings() -> Surroundings:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.get_float32_matmul_precision(),
+        torch.is_anomaly_enabled(),
+        torch.is_anomaly_check_nan_enabled(),
         _folder(),
+        resolution.is_soft(),
+        log.is_printing(),
+        bool(log.listening()),
     )
 
 
@@ -257,6 +219,11 @@ def surrounded_by(wanted: Surroundings) -> Iterator[None]:
         torch.use_deterministic_algorithms(wanted.deterministic, warn_only=wanted.deterministic_warns)
     if now.matmul_precision != wanted.matmul_precision:
         torch.set_float32_matmul_precision(wanted.matmul_precision)
+    if (now.anomalies, now.anomalies_nan) != (wanted.anomalies, wanted.anomalies_nan):
+        torch.autograd.set_detect_anomaly(wanted.anomalies, wanted.anomalies_nan)
+    resolution.set_soft(wanted.soft)
+    if now.prints != wanted.prints:
+        log.set_printing(wanted.prints, mapping=False)
     if now.folder != wanted.folder and wanted.folder is not None:
         os.chdir(wanted.folder)
     with contextlib.ExitStack() as put_back:

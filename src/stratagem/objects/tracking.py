@@ -1,11 +1,13 @@
 """Remembers what is made inside a scope, so that it can be given to the replicas.
 
 While a scope is open, the constructors of torch's modules, parameters, optimizers, schedulers and
-gradient scalers note what they make; when it closes they are put back as they were.
+gradient scalers note what they make, as `copy.deepcopy` and `torch.load` of modules do; when it closes
+they are put back as they were.
 """
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -13,8 +15,6 @@ from typing import Any, final
 import torch
 
 from stratagem.errors import StrategyError
-
-Tracked = torch.nn.Module | torch.nn.Parameter | torch.optim.Optimizer | Any
 
 
 @final
@@ -28,12 +28,13 @@ class Tracker:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Notes what is made inside the block."""
-        with contextlib.ExitStack() as put_back:
-            for owner in _TRACKED_BY_INIT:
-                put_back.enter_context(_replaced(owner, "__init__", functools.partial(_noting_init, self._note)))
-            put_back.enter_context(_replaced(torch.nn.Parameter, "__new__", functools.partial(_noting_new, self._note)))
-            yield
+        """Notes what this thread makes inside the block."""
+        with _watching_constructors():
+            _thread.trackers.append(self)
+            try:
+                yield
+            finally:
+                _thread.trackers.remove(self)
 
     def note(self, *objects: Any) -> None:
         """Notes objects that were made elsewhere: modules with all that is in them, optimizers.
@@ -78,7 +79,7 @@ class Tracker:
 
     def take(self) -> list[Any]:
         """What was made since the last call and still exists, with all that modules among it hold."""
-        # A copy of a module is made without its constructor, and is seen only in the module that holds it.
+        # A module that was made elsewhere is seen only in the one that holds it.
         self.note(*[obj for reference in self._made if isinstance(obj := reference(), torch.nn.Module)])
         made, self._made = self._made, []
         return [obj for reference in made if (obj := reference()) is not None]
@@ -88,7 +89,7 @@ class Tracker:
         self._made = [self._known[id(obj)] for obj in made if id(obj) in self._known] + self._made
 
     def _note(self, obj: Any) -> None:
-        if id(obj) not in self._known and not _untracked:
+        if id(obj) not in self._known and not _thread.num_untracked:
             reference = weakref.ref(obj, functools.partial(self._forget, id(obj)))
             self._known[id(obj)] = reference
             self._made.append(reference)
@@ -97,18 +98,25 @@ class Tracker:
         self._known.pop(key, None)
 
 
-# Blocks of the library's own that are open, in which it makes what is not the program's.
-_untracked: list[None] = []
+class _OfThread(threading.local):
+    """Blocks that are open in one thread: those that note, and those in which the library makes what is its own."""
+
+    def __init__(self) -> None:
+        self.trackers: list[Tracker] = []
+        self.num_untracked = 0
+
+
+_thread = _OfThread()
 
 
 @contextlib.contextmanager
 def untracked() -> Iterator[None]:
     """A block in which nothing that is made is noted, also inside a scope."""
-    _untracked.append(None)
+    _thread.num_untracked += 1
     try:
         yield
     finally:
-        _untracked.pop()
+        _thread.num_untracked -= 1
 
 
 # All of this process, so that no object comes to belong to two.
@@ -137,20 +145,56 @@ _TRACKED_BY_INIT = (
 )
 
 
-def _noting_init(note: Callable[[Any], None], original: Callable[..., None]) -> Callable[..., None]:
+class _Constructors:
+    """How many blocks watch the constructors, in all threads, and how those are put back after the last."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_blocks = 0
+        self.put_back = contextlib.ExitStack()
+
+
+_constructors = _Constructors()
+
+
+@contextlib.contextmanager
+def _watching_constructors() -> Iterator[None]:
+    with _constructors.lock:
+        _constructors.num_blocks += 1
+        if _constructors.num_blocks == 1:
+            for owner in _TRACKED_BY_INIT:
+                _constructors.put_back.enter_context(_replaced(owner, "__init__", _noting_init))
+            # A copy, or a module that was read from a file, is made without its constructor.
+            _constructors.put_back.enter_context(_replaced(torch.nn.Module, "__setstate__", _noting_init))
+            _constructors.put_back.enter_context(_replaced(torch.nn.Parameter, "__new__", _noting_new))
+    try:
+        yield
+    finally:
+        with _constructors.lock:
+            _constructors.num_blocks -= 1
+            if not _constructors.num_blocks:
+                _constructors.put_back.close()
+
+
+def _note_in_thread(obj: Any) -> None:
+    for tracker in _thread.trackers:
+        tracker._note(obj)
+
+
+def _noting_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        note(self)
+        _note_in_thread(self)
         original(self, *args, **kwargs)
 
     return init
 
 
-def _noting_new(note: Callable[[Any], None], original: Callable[..., Any]) -> Callable[..., Any]:
+def _noting_new(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         made = original(cls, *args, **kwargs)
-        note(made)
+        _note_in_thread(made)
         return made
 
     return staticmethod(new)

@@ -27,18 +27,18 @@ class MinSizePartitioner:
     """As many parts as there are shards, but none below a size.
 
     Args:
-        min_part_bytes: The least that a part has.
-        max_parts: The most parts; by default as many as there are shards.
+        min_shard_bytes: The least that a part has.
+        max_shards: The most parts; by default as many as there are shards.
     """
 
-    min_part_bytes: int = 256 * 1024
-    max_parts: int | None = None
+    min_shard_bytes: int = 256 * 1024
+    max_shards: int | None = None
 
     def __post_init__(self) -> None:
-        _require_counts(min_part_bytes=self.min_part_bytes, max_parts=self.max_parts)
+        _require_counts(min_shard_bytes=self.min_shard_bytes, max_shards=self.max_shards)
 
     def num_parts(self, variable: Variable, num_shards: int) -> int:
-        return min(max(1, variable.num_bytes // self.min_part_bytes), self.max_parts or num_shards)
+        return min(max(1, variable.num_bytes // self.min_shard_bytes), self.max_shards or num_shards)
 
 
 @final
@@ -47,18 +47,18 @@ class MaxSizePartitioner:
     """As many parts as it takes for none to be above a size, as far as there are shards.
 
     Args:
-        max_part_bytes: The most that a part has.
-        max_parts: The most parts; by default as many as there are shards.
+        max_shard_bytes: The most that a part has.
+        max_shards: The most parts; by default as many as there are shards.
     """
 
-    max_part_bytes: int
-    max_parts: int | None = None
+    max_shard_bytes: int
+    max_shards: int | None = None
 
     def __post_init__(self) -> None:
-        _require_counts(max_part_bytes=self.max_part_bytes, max_parts=self.max_parts)
+        _require_counts(max_shard_bytes=self.max_shard_bytes, max_shards=self.max_shards)
 
     def num_parts(self, variable: Variable, num_shards: int) -> int:
-        return min(-(-variable.num_bytes // self.max_part_bytes) or 1, self.max_parts or num_shards)
+        return min(-(-variable.num_bytes // self.max_shard_bytes) or 1, self.max_shards or num_shards)
 
 
 @final

@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from stratagem import _torch
+from stratagem.devices.device_spec import CPU
 from stratagem.errors import DeviceNotFoundError, PlacementError
 from stratagem.placement import log, resolution, scopes
 from stratagem.placement.arguments import Copies, goal_of, leaves_of, replaced, tensors_in
@@ -32,7 +33,6 @@ class Placing(TorchFunctionMode):
     """
 
     places: Places
-    _host: ResidencePlace
     _frame: scopes.Frame
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Placing(TorchFunctionMode):
 
     def begin(self, places: Places) -> None:
         """Goes on with these places, and asks the scopes anew."""
-        self.places, self._host = places, places.host
+        self.places = places
         self._frame = scopes.frame()
         self._asked = _NOT_ASKED
         if not scopes.asks_functions():
@@ -60,12 +60,12 @@ class Placing(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         kind = kind_of(func)
-        if kind is FunctionKind.LOOK or scopes.state.recorders or not scopes.UNPLACED.isdisjoint(types):
-            return func(*args, **kwargs)
-        if kind is FunctionKind.BLOCK:
-            return self._note_block(func, args, kwargs)
         self.running += 1
         try:
+            if kind is FunctionKind.LOOK or scopes.state.recorders or not scopes.UNPLACED.isdisjoint(types):
+                return func(*args, **kwargs)
+            if kind is FunctionKind.BLOCK:
+                return self._note_block(func, args, kwargs)
             return self._place(func, kind, args, kwargs)
         finally:
             self.running -= 1
@@ -109,8 +109,16 @@ class Placing(TorchFunctionMode):
 
     # Where an operation runs
 
-    def _target(self, func: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Asked | None:
-        """What the scopes ask for; `None` if they leave it open."""
+    def _target(
+        self, func: Callable[..., Any], tensors: Sequence[torch.Tensor], made: Callable[[], int | None] = lambda: None
+    ) -> Asked | None:
+        """What the scopes ask for; `None` if they leave it open.
+
+        Args:
+            func: The function.
+            tensors: Its inputs.
+            made: Tells how much memory its result takes, if it makes a tensor.
+        """
         # An optimizer and its state are where the parameters are, whatever code around it asks for; its closure is not.
         if self._updates and not torch.is_grad_enabled():
             return None
@@ -121,19 +129,20 @@ class Placing(TorchFunctionMode):
             return found
         operation = type_of(func)
         if scopes.asks_functions():
-            spec = scopes.spec_for(scopes.Operation(operation, self._names.unique(operation), tuple(tensors)))
+            name = self._names.unique(operation)
+            spec = scopes.spec_for(scopes.Operation(operation, name, tuple(tensors), made()))
             return self.places.asked(spec, operation)
         return self.places.asked(scopes.spec_for(None), operation)
 
     def _follow(self, tensors: Sequence[torch.Tensor]) -> tuple[ResidencePlace, str]:
         """Where an operation runs that no scope has placed: with its parameters, else with its first placed input."""
-        first = self._host
+        first = home = self.places.home
         for tensor in tensors:
             place = self.places.of(tensor)
-            if place is not self._host:
+            if place is not home:
                 if tensor.is_leaf and tensor.requires_grad:
                     return place, "follows its parameters"
-                first = place if first is self._host else first
+                first = place if first is home else first
         return first, "follows its inputs" if tensors else "not placed"
 
     # What is done there
@@ -145,7 +154,7 @@ class Placing(TorchFunctionMode):
             return self._make(func, FunctionKind.MAKE_ON_HOST, args, kwargs)
         asked = self._target(func, tensors)
         place, why = (asked.place, asked.why) if asked is not None else self._follow(tensors)
-        if place.lacks and getattr(func, "__name__", "") in place.lacks:
+        if place.lacks and place is not self.places.home and getattr(func, "__name__", "") in place.lacks:
             return self._elsewhere(func, args, kwargs, tensors, asked, place, None)
         copies = self._bring(tensors, place, func)
         try:
@@ -155,7 +164,7 @@ class Placing(TorchFunctionMode):
             else:
                 results = func(*args, **kwargs)
         except NotImplementedError as error:
-            if place is self._host:
+            if place in (self.places.home, self.places.host):
                 raise
             return self._elsewhere(func, args, kwargs, tensors, asked, place, error)
         self._settle(func, results, place, tensors)
@@ -179,10 +188,10 @@ class Placing(TorchFunctionMode):
         operation = type_of(func)
         if not resolution.is_soft():
             raise PlacementError(resolution.refusal_of_kernel(operation, place.device)) from error
+        host = self.places.host
         resolution.tell_once(
-            f"{place.device.name} has no kernel for {operation}; it runs on {self._host.device.name} (soft placement)"
+            f"{place.device.name} has no kernel for {operation}; it runs on {host.device.name} (soft placement)"
         )
-        host = self._host
         copies = self._bring(tensors, host, func)
         new_args, new_kwargs = replaced(args, kwargs, copies)
         results = func(*new_args, **new_kwargs)
@@ -195,7 +204,7 @@ class Placing(TorchFunctionMode):
     def _view(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Views stay with their tensor: to move it is left to the first operation that computes."""
         tensors = [*tensors_in(args), *tensors_in(kwargs.values())]
-        place = self.places.of(tensors[0]) if tensors else self._host
+        place = self.places.of(tensors[0]) if tensors else self.places.home
         copies = self._bring(tensors, place, func)
         new_args, new_kwargs = replaced(args, kwargs, copies)
         results = func(*new_args, **new_kwargs)
@@ -249,7 +258,8 @@ class Placing(TorchFunctionMode):
         if kind is FunctionKind.MAKE_ON_HOST and not isinstance(made, torch.Tensor):
             return made
         tensors = [*tensors_in(args), *tensors_in(kwargs.values())]
-        asked = self._target(func, tensors)
+        is_new = kind is FunctionKind.MAKE
+        asked = self._target(func, tensors, lambda: _num_bytes_made(func, args, kwargs) if is_new else None)
         place, why = (asked.place, asked.why) if asked is not None else self._follow(tensors)
         copies: Copies = []
         if isinstance(made, torch.Tensor):
@@ -272,9 +282,11 @@ class Placing(TorchFunctionMode):
         """A move that the program asks for by itself; torch's `cpu` is also the device of simulated ones."""
         subject = args[0]
         place = self.places.of(subject)
-        if kind is FunctionKind.TO_HOST and place is not self._host:
+        is_home = place is self.places.home
+        host = self.places.host
+        if kind is FunctionKind.TO_HOST and place is not host and not (is_home and place.device.device_type == CPU):
             results = subject.clone() if subject.is_cpu else func(*args, **kwargs)
-            target, why = self._host, "cpu()"
+            target, why = host, "cpu()"
         elif kind is FunctionKind.TO_ACCELERATOR:
             results = func(*args, **kwargs)
             target, why = self.places.of(results), "to(device)"
@@ -345,11 +357,19 @@ class Placing(TorchFunctionMode):
         """Marks results."""
         if not place.tracked:
             return
-        # On a host with a limit, what is not marked was made outside; its views and itself stay so.
-        known = [storage_of(each) for each in tensors] if place is self._host else []
+        # At a home with a limit, what is not marked was made outside; its views and itself stay so.
+        known = [storage_of(each) for each in tensors] if place is self.places.home else []
         for each in tensors_in((results,)):
             if not known or not any(storage_of(each) is other for other in known):
                 place.settle(each, func)
+
+
+def _num_bytes_made(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """How much memory a new tensor takes, from one without memory; `None` where torch cannot make that."""
+    with contextlib.suppress(Exception):
+        made = func(*args, **{**kwargs, "device": "meta"})
+        return int(made.numel() * made.element_size())
+    return None
 
 
 def _carry_back(copies: Copies, quietly: Sequence[Any]) -> None:

@@ -20,9 +20,9 @@ from stratagem.errors import DeviceTypeError
 from stratagem.placement import pictures
 from stratagem.placement.arguments import tensors_in
 from stratagem.placement.names import NameCounter, type_of
-from stratagem.placement.records import Copy, PlacementRecord
-from stratagem.placement.residence import Asked, ResidencePlace, storage_of
-from stratagem.placement.resolution import full_name
+from stratagem.placement.records import Copy, PlacementRecord, printable
+from stratagem.placement.residence import Asked, ResidencePlace, replica, storage_of
+from stratagem.placement.resolution import Devices, full_name
 
 _MAKERS = "_stratagem_makers"
 
@@ -113,6 +113,7 @@ class PlacementLog:
             inputs=tuple(dict.fromkeys(maker for maker in makers.values() if maker)),
             file=file,
             line=line,
+            replica=replica(),
         )
         self.records.append(record)
         for tensor in tensors_in((event.results,)):
@@ -121,6 +122,14 @@ class PlacementLog:
             if copied.requires_grad and copied.grad_fn is not None:
                 hook = self._gradient_hook(record, source.device.name, makers.get(id(tensor), ""))
                 copied.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def take_in(self, records: Sequence[PlacementRecord], replica: int) -> None:
+        """Takes what another process took down, under names such as TensorFlow's `replica_1/MatMul`."""
+        names = {"": ""} | {each.name: self._names.unique(f"replica_{replica}/{each.name}") for each in records}
+        for each in records:
+            copies = tuple(dataclasses.replace(copy, maker=names[copy.maker]) for copy in each.copies)
+            inputs = tuple(names[name] for name in each.inputs)
+            self.records.append(dataclasses.replace(each, name=names[each.name], copies=copies, inputs=inputs))
 
     def unique(self, name: str) -> str:
         """A name that no other record of this log has."""
@@ -131,7 +140,7 @@ class PlacementLog:
 
     def table(self) -> str:
         """The records as a table to print, and below it what was copied between devices."""
-        return pictures.table(self.records)
+        return pictures.table(self._shown())
 
     def to_json(self) -> str:
         """The records as JSON: a list of objects."""
@@ -143,19 +152,24 @@ class PlacementLog:
         The picture has a column for each device and the operations of each line of the program in it; arrows between
         columns are copies, the heaviest of them listed first.
         """
+        if not isinstance(path, str | Path):
+            raise DeviceTypeError(f"a placement log is saved to a path, got {type(path).__name__} {path!r}")
         path = Path(path)
         match path.suffix.lower():
             case ".html":
-                path.write_text(pictures.html(self.records))
+                path.write_text(pictures.html(self._shown()), encoding="utf-8")
             case ".png":
-                pictures.png(self.records, path)
+                pictures.png(self._shown(), path)
             case ".json":
                 path.write_text(self.to_json())
             case ".txt":
-                path.write_text(self.table() + "\n")
+                path.write_text(self.table() + "\n", encoding="utf-8")
             case _:
                 raise DeviceTypeError(f"a placement log is saved as .html, .png, .json or .txt, got {str(path)!r}")
         return path
+
+    def _shown(self) -> list[PlacementRecord]:
+        return [each.shown() for each in self.records]
 
     def _gradient_hook(self, forward: PlacementRecord, home: str, maker: str) -> Callable[[torch.Tensor], None]:
         """Takes down that the gradient of a copied input goes back to where that came from."""
@@ -194,6 +208,12 @@ def listening() -> list[PlacementLog]:
     return [each for each in collectors if isinstance(each, PlacementLog)]
 
 
+def take_in(records: Sequence[PlacementRecord], replica: int) -> None:
+    """Gives the logs of this process what a replica in another has taken down."""
+    for each in listening() if records else ():
+        each.take_in(records, replica)
+
+
 @contextlib.contextmanager
 def log_placement() -> Iterator[PlacementLog]:
     """Takes down where every operation of the block runs, why, and what is copied for it; those of sessions too."""
@@ -212,24 +232,24 @@ def log_placement() -> Iterator[PlacementLog]:
 class _Printer:
     """Prints a line for every operation."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, mapping: bool) -> None:
         self._names = NameCounter()
-        self._begun = False
+        self._mapping = mapping
 
     def add(self, event: Event) -> None:
-        if not self._begun:
-            self._begun = True
+        if self._mapping:
+            self._mapping = False
             print(mapping_text(this_process()))
         print(line_of(self._names.unique(type_of(event.func)), full_name(event.place.device)))
 
 
-def set_printing(enabled: bool) -> None:
-    """Whether a line is printed for every operation."""
+def set_printing(enabled: bool, *, mapping: bool = True) -> None:
+    """Whether a line is printed for every operation, and ahead of them which hardware is behind each device."""
     if type(enabled) is not bool:
         raise DeviceTypeError(f"the log of device placement is True or False, got {enabled!r}")
     collectors[:] = [each for each in collectors if not isinstance(each, _Printer)]
     if enabled:
-        collectors.append(_Printer())
+        collectors.append(_Printer(mapping=mapping))
     _tell_changed()
 
 
@@ -240,14 +260,14 @@ def is_printing() -> bool:
 
 def line_of(name: str, full_device_name: str) -> str:
     """A line of the log, in TensorFlow's form."""
-    return f"{name}: {full_device_name}"
+    return f"{printable(name)}: {full_device_name}"
 
 
-def mapping_text(inventory: Inventory) -> str:
-    """What TensorFlow prints ahead of its log: which hardware is behind each accelerator."""
+def mapping_text(inventory: Inventory, devices: Devices | None = None) -> str:
+    """What TensorFlow prints ahead of its log: which hardware is behind each accelerator, or of these devices."""
     lines = [
         f"{full_name(device)} -> device: {physical.index}, name: {inventory.details(physical).device_name}"
-        for device in inventory.logical()
+        for device in (devices or inventory).logical()
         if (physical := device.physical).device_type != CPU
     ]
     return "\n".join(("Device mapping:", *lines)) if lines else "Device mapping: no known devices."

@@ -1,7 +1,9 @@
 """Moves parts of a model to devices: model parallelism in one call."""
 
 import difflib
-from collections.abc import Mapping
+import itertools
+import sys
+from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -22,8 +24,9 @@ def place(model: _Module, devices: DeviceLike | Mapping[str, DeviceLike]) -> _Mo
 
     Args:
         model: Any module.
-        devices: One device for all of it; or, for names of its parts or parameters, the device of each. A longer name
-            wins over the part that it is in, `""` is the whole model; what no name covers stays where it is.
+        devices: One device for all of it; or, for names of its parts or parameters, the device of each; parts of a
+            Keras model are its layers, by their names. A longer name wins over the part that it is in, `""` is the
+            whole model; what no name covers stays where it is.
     Returns:
         The model.
     Raises:
@@ -38,10 +41,8 @@ def place(model: _Module, devices: DeviceLike | Mapping[str, DeviceLike]) -> _Mo
     if not isinstance(model, nn.Module):
         raise DeviceTypeError(f"place takes a torch module, got {type(model).__name__}")
     wanted = dict(devices) if isinstance(devices, Mapping) else {"": devices}
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | {name for name, _ in tensors}
+    parts, tensors, known = _parts_of(model)
     if unknown := [name for name in wanted if name not in known]:
-        parts = [name for name, _ in model.named_children()] or [name for name, _ in tensors]
         close = difflib.get_close_matches(str(unknown[0]), known - {""}, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         listed = ", ".join(map(repr, parts)) or "none"
@@ -52,7 +53,7 @@ def place(model: _Module, devices: DeviceLike | Mapping[str, DeviceLike]) -> _Mo
     places = residence.current()
     goals: dict[torch.Tensor, tuple[ResidencePlace, str]] = {}
     for name, tensor in tensors:
-        part = max((each for each in names if _is_in(name, each)), key=len, default=None)
+        part = max((each for each in names if _is_in(name, each)), key=lambda each: _place_in(name, each), default=None)
         device = None if part is None else names[part]
         if device is None:
             continue
@@ -69,8 +70,31 @@ def place(model: _Module, devices: DeviceLike | Mapping[str, DeviceLike]) -> _Mo
     return model
 
 
+def _parts_of(model: nn.Module) -> tuple[list[str], list[tuple[str, torch.Tensor]], set[str]]:
+    """The parts of a model to choose from, its tensors by name, and all names that can be given."""
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(model, keras.Layer):
+        # As modules of torch its layers have no names, and hold no tensors.
+        tensors = [(each.path, each.value) for each in model.variables]
+        layers = [each.name for each in getattr(model, "layers", ())]
+        prefixes = {"/".join(path.split("/")[start:end]) for path, _ in tensors for start, end in _ranges(path)}
+        return layers, tensors, {"", *layers, *prefixes}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | {name for name, _ in tensors}
+    return [name for name, _ in model.named_children()] or [name for name, _ in tensors], tensors, known
+
+
+def _ranges(path: str) -> Iterator[tuple[int, int]]:
+    return itertools.combinations(range(path.count("/") + 2), 2)
+
+
 def _is_in(name: str, part: str) -> bool:
-    return part in ("", name) or name.startswith(f"{part}.")
+    return part in ("", name) or name.startswith(f"{part}.") or f"/{part}/" in f"/{name}/"
+
+
+def _place_in(name: str, part: str) -> int:
+    """How far into a name a part reaches: the innermost wins."""
+    return f"/{name}/".rfind(f"/{part}/") + len(part) if part else -1
 
 
 def _move(tensor: torch.Tensor, goal: ResidencePlace) -> None:

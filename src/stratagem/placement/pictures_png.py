@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -30,11 +31,11 @@ def draw(records: Sequence[PlacementRecord], path: Path, summary: str) -> None:
     axes.set_xlim(-0.5, max(1, len(picture.devices)) - 0.5)
     axes.set_ylim(picture.num_rows - 0.4, -1.0)
     axes.axis("off")
-    figure.text(0.02, 1 - 0.28 / height, summary, fontsize=11, weight="bold")
+    figure.text(0.02, 1 - 0.28 / height, summary, fontsize=11, weight="bold", parse_math=False)
     listed = "\n".join(("heaviest copies:", *lines)) if lines else "nothing was copied between devices"
     if picture.num_hidden:
         listed += f"\n({picture.num_hidden} boxes without heavy copies are not shown)"
-    figure.text(0.02, 1 - 0.42 / height, listed, fontsize=9, family="monospace", va="top")
+    figure.text(0.02, 1 - 0.42 / height, listed, fontsize=9, family="monospace", va="top", parse_math=False)
     for number, device in enumerate(picture.devices):
         axes.text(number, -0.75, short(device), ha="center", va="center", weight="bold", color=_colour(number))
     most = max((arrow.num_bytes for arrow in picture.arrows), default=0)
@@ -57,8 +58,10 @@ def _draw_box(axes: Axes, box: Box) -> None:
     shape.set(facecolor=log_layout.tint(colour), edgecolor=colour)
     axes.add_patch(shape)
     title = f"{box.title} ({box.times} x)" if box.times > 1 else box.title
-    axes.text(box.column, box.row - 0.09 * bool(box.where), title, ha="center", va="center", fontsize=8.5, zorder=4)
-    axes.text(box.column, box.row + 0.17, box.where, ha="center", va="center", fontsize=7, color="#777777", zorder=4)
+    # Names are the program's: a $ in one is no mathematics.
+    middle: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 4, "parse_math": False}
+    axes.text(box.column, box.row - 0.09 * bool(box.where), title, fontsize=8.5, **middle)
+    axes.text(box.column, box.row + 0.17, box.where, fontsize=7, color="#777777", **middle)
 
 
 def _ends(arrow: Arrow) -> tuple[tuple[float, float], tuple[float, float]]:

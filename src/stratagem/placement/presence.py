@@ -85,8 +85,8 @@ def _freeze(places: bool) -> None:
 
 def _put_in(mode: Placing) -> None:
     above = _taken_off()
-    # torch's own device context insists on being the lowest.
-    if above and isinstance(above[-1], _torch.DeviceContext):
+    # torch's default device insists on being the lowest.
+    if above and above[-1] is _torch.default_device_mode():
         _torch.push_function_mode(above.pop())
     for each in (mode, *reversed(above)):
         _torch.push_function_mode(each)

@@ -4,6 +4,16 @@ import dataclasses
 from pathlib import Path
 
 
+def printable(text: str) -> str:
+    """A text of the program's without what a terminal obeys and what no file can hold.
+
+    Example:
+        >>> print(printable("red \x1b[31m"))
+        red \\x1b[31m
+    """
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 @dataclasses.dataclass(frozen=True)
 class Copy:
     """An input that was brought from another device.
@@ -35,6 +45,7 @@ class PlacementRecord:
         inputs: The operations that made its inputs, as far as the log has them.
         file: Of the program.
         line: In that file.
+        replica: Which replica of a strategy ran it; `None` outside of runs.
     """
 
     operation: str
@@ -46,6 +57,7 @@ class PlacementRecord:
     inputs: tuple[str, ...]
     file: str
     line: int
+    replica: int | None = None
 
     @property
     def num_bytes_copied(self) -> int:
@@ -56,6 +68,18 @@ class PlacementRecord:
     def where(self) -> str:
         """The line of the program, shortly."""
         return f"{Path(self.file).name}:{self.line}" if self.file else ""
+
+    def shown(self) -> "PlacementRecord":
+        """The same with names and paths as they may be shown on a terminal, a page or a picture."""
+        return dataclasses.replace(
+            self,
+            operation=printable(self.operation),
+            name=printable(self.name),
+            why=printable(self.why),
+            copies=tuple(dataclasses.replace(each, maker=printable(each.maker)) for each in self.copies),
+            inputs=tuple(map(printable, self.inputs)),
+            file=printable(self.file),
+        )
 
     def as_json(self) -> dict[str, object]:
         """What the JSON file says of it."""

@@ -1,13 +1,17 @@
 """Knows which logical device each tensor is on, and how full each device is.
 
 A mark on the tensor's storage says it: views, parameters and what autograd keeps share the storage, and the mark dies
-with it. A storage without a mark is on the first logical device that has its torch device. Owns the count of what is
-on each device and the error when it goes over the limit; `docs/decisions/0020-placement.md` says what is counted.
+with it. A storage without a mark is at home, on the device that this thread computes on (`home`), or on the first
+logical device that has its torch device. Owns the count of what is on each device and the error when it goes over the
+limit; `docs/decisions/0020-placement.md` says what is counted.
 """
 
+import contextlib
 import gc
+import itertools
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, final
 
 import torch
@@ -23,6 +27,7 @@ from stratagem.placement.names import type_of
 
 _MARK = "_stratagem_residence"
 _NUM_SHOWN = 3
+_CPU = torch.device("cpu")
 
 
 @final
@@ -30,22 +35,27 @@ class ResidencePlace:
     """A logical device and what is on it.
 
     Attributes:
-        tracked: Whether tensors on it are marked; those that nobody has placed are on the one that is not.
         lacks: Names of torch's functions that it cannot compute, where that is known in advance.
         used_bytes: What the marked tensors take.
         peak_bytes: The most that they took.
     """
 
-    def __init__(self, device: LogicalDevice, *, tracked: bool) -> None:
+    def __init__(self, device: LogicalDevice, places: "Places") -> None:
         self.device = device
         self.torch_device = device.torch_device
-        self.tracked = tracked
+        self._places = places
         lacking = device.simulated and device.device_type == GPU
         self.lacks = resolution.LACKED_BY_GPUS if lacking else frozenset[str]()
         self.used_bytes = 0
         self.peak_bytes = 0
         self._limit_bytes = math.inf if device.memory_limit_bytes is None else device.memory_limit_bytes
         self._residents: dict[int, _Resident] = {}
+
+    @property
+    def tracked(self) -> bool:
+        """Whether tensors on it are marked; those that nobody has placed are at home, which need not be."""
+        here = self._places.here()
+        return here.place is not self or here.counts
 
     def settle(self, tensor: torch.Tensor, maker: Callable[..., Any]) -> None:
         """Marks a new tensor as being here; one that is somewhere already stays there."""
@@ -85,14 +95,32 @@ class ResidencePlace:
             requested_bytes=num_bytes,
         )
 
+    @contextlib.contextmanager
+    def reserved(self, tensors: Iterable[torch.Tensor], maker: Callable[..., Any]) -> Iterator[None]:
+        """Counts tensors as being here for a while, of views only what they show."""
+        num_bytes = 0
+        for tensor in tensors:
+            if _mark_of(tensor) is None:
+                self.require_room(tensor, maker)
+                taken = tensor.numel() * tensor.element_size()
+                num_bytes += taken
+                self._take(taken)
+        try:
+            yield
+        finally:
+            self.used_bytes -= num_bytes
+
+    def _take(self, num_bytes: int) -> None:
+        self.used_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
     @property
     def empty(self) -> bool:
         return not self._residents
 
     def enter(self, mark: "_Mark", resident: "_Resident") -> None:
         self._residents[id(mark)] = resident
-        self.used_bytes += resident.num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._take(resident.num_bytes)
 
     def leave(self, mark: "_Mark") -> None:
         self.used_bytes -= self._residents.pop(id(mark)).num_bytes
@@ -114,10 +142,11 @@ class _Resident(NamedTuple):
 class _Mark:
     """Says where a storage is, as long as it lives; torch keeps what is set on a storage for its whole life."""
 
-    __slots__ = ("place",)
+    __slots__ = ("number", "place")
 
     def __init__(self, place: ResidencePlace, resident: _Resident) -> None:
         self.place = place
+        self.number = next_mark()
         place.enter(self, resident)
 
     def __del__(self) -> None:
@@ -128,6 +157,9 @@ class _Mark:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a copy of a storage is another one, and not marked
 
+
+next_mark = itertools.count().__next__
+"""Numbers the marks: the greater ones were made later."""
 
 _emptied: list[Callable[[], None]] = []
 
@@ -144,18 +176,34 @@ class Places:
     def __init__(self, inventory: Inventory) -> None:
         self.inventory = inventory
         self.configured = inventory.configured()
-        host = resolution.host(inventory)
-        self._by_name = {
-            device.name: ResidencePlace(device, tracked=device != host or device.memory_limit_bytes is not None)
-            for device in inventory.logical()
-        }
-        self.host = self._by_name[host.name]
-        self._by_torch = {place.torch_device: place for place in reversed(self._by_name.values())}
-        self._by_torch[torch.device("cpu")] = self.host
+        self._by_name = {device.name: ResidencePlace(device, self) for device in inventory.logical()}
+        self.host = self._by_name[resolution.host(inventory).name]
+        self._first = {place.torch_device: place for place in reversed(self._by_name.values())} | {_CPU: self.host}
         self._by_spec: dict[tuple[DeviceSpec, bool], Asked | None] = {}
+        self._threads = _SeenByThread()
 
     def at(self, device: LogicalDevice) -> ResidencePlace:
+        if device.name not in self._by_name:  # of another machine's configuration
+            self._by_name[device.name] = ResidencePlace(device, self)
         return self._by_name[device.name]
+
+    @property
+    def home(self) -> ResidencePlace:
+        """Where tensors of this thread are that nobody has placed."""
+        return self.here().place
+
+    def here(self) -> "_Here":
+        """The places as this thread sees them; on an accelerator, what torch has there is at home too."""
+        home, found = home_here(), self._threads.here
+        if found is None or found.home is not home:
+            found = self._threads.here = self._seen_from(home)
+        return found
+
+    def _seen_from(self, home: "Home | None") -> "_Here":
+        if home is None:
+            return _Here(None, self.host, self.host.device.memory_limit_bytes is not None, self._first)
+        by_torch = self._first | {home.device.torch_device: self.at(home.device)}
+        return _Here(home, by_torch[_CPU], home.counts, by_torch)
 
     def asked(self, spec: DeviceSpec, operation: str) -> "Asked | None":
         """What a spec asks for (`resolution.resolve`)."""
@@ -175,7 +223,7 @@ class Places:
         mark = _mark_of(tensor)
         if mark is not None:
             return mark.place
-        found = self._by_torch.get(tensor.device)
+        found = self.here().by_torch.get(tensor.device)
         return self.host if found is None else found
 
     @property
@@ -197,10 +245,84 @@ class Asked(NamedTuple):
     why: str
 
 
+class Home(NamedTuple):
+    """The device that a thread computes on.
+
+    Attributes:
+        device: The device.
+        replica: Which replica computes there; `None` outside of runs.
+        counts: Whether what is on it is counted here, because a limit was set that nothing else holds.
+    """
+
+    device: LogicalDevice
+    replica: int | None = None
+    counts: bool = False
+
+
+class _Here(NamedTuple):
+    """The places as a thread sees them that is at home on one.
+
+    Attributes:
+        home: Its home.
+        place: Where its tensors are that nobody has placed.
+        counts: Whether these are counted.
+        by_torch: Where tensors without a mark are, by their torch device.
+    """
+
+    home: Home | None
+    place: ResidencePlace
+    counts: bool
+    by_torch: dict[torch.device, ResidencePlace]
+
+
+class _SeenByThread(threading.local):
+    """How a thread saw the places last."""
+
+    here: _Here | None = None
+
+
 class _Current:
-    """The places of this process, as long as its configuration stands."""
+    """The places of this process, as long as its configuration stands, and where it is at home for life."""
 
     places: Places | None = None
+    home: Home | None = None
+
+
+class _Moved(threading.local):
+    """Where this thread is at home instead."""
+
+    home: Home | None = None
+
+
+_moved = _Moved()
+
+
+def home_here() -> Home | None:
+    """Where this thread is at home: where it was moved to, else where the process is."""
+    return _moved.home or _Current.home
+
+
+def move_home(home: Home | None) -> Home | None:
+    """Makes another device the home of this thread, `None` that of the process; returns what was given before."""
+    before, _moved.home = _moved.home, home
+    return before
+
+
+def stay_at(home: Home) -> None:
+    """Makes a device the home of this process, for all threads that are not elsewhere."""
+    _Current.home = home
+
+
+def replica() -> int | None:
+    """Which replica of a strategy this thread computes as; `None` outside of runs."""
+    home = home_here()
+    return None if home is None else home.replica
+
+
+def counting_home() -> ResidencePlace | None:
+    """The place where this thread computes, if what is there is counted."""
+    home = home_here()
+    return current().home if home is not None and home.counts else None
 
 
 def current() -> Places:
@@ -216,9 +338,26 @@ def current() -> Places:
 
 
 def in_use() -> bool:
-    """Whether any tensor is on a device that counts them."""
+    """Whether any tensor is on a device that counts them, or what is made at home counts."""
+    home = home_here()
+    if home is not None and home.counts:
+        return True
     places = _Current.places
     return places is not None and places.inventory is this_process() and not places.empty
+
+
+def release(tensors: Iterable[torch.Tensor], since: int = 0) -> None:
+    """Takes tensors off the devices that they were placed on; they are at home again.
+
+    Args:
+        tensors: The tensors.
+        since: A number from `next_mark`; tensors that were marked before it stay where they are.
+    """
+    for tensor in tensors:
+        storage = storage_of(tensor)
+        mark: _Mark | None = getattr(storage, _MARK, None)
+        if mark is not None and mark.number >= since:
+            delattr(storage, _MARK)
 
 
 def device_of(tensor: torch.Tensor) -> LogicalDevice:
@@ -235,7 +374,24 @@ def device_of(tensor: torch.Tensor) -> LogicalDevice:
             f"device_of takes a tensor, got {type(tensor).__name__}; for a module, ask its parameters"
         )
     mark = _mark_of(tensor)
+    if mark is None:
+        for ask in _owners if home_here() is None else ():
+            if (owned := ask(tensor)) is not None:
+                return owned
     return (mark.place if mark is not None else current().of(tensor)).device
+
+
+_owners: list[Callable[[torch.Tensor], LogicalDevice | None]] = []
+
+
+@contextlib.contextmanager
+def owned(ask: Callable[[torch.Tensor], LogicalDevice | None]) -> Iterator[None]:
+    """In the block, `device_of` asks whether a tensor that nobody has placed is a variable, and where."""
+    _owners.append(ask)
+    try:
+        yield
+    finally:
+        _owners.remove(ask)
 
 
 def memory_info(device: LogicalDevice) -> dict[str, int] | None:

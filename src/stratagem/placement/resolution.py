@@ -4,11 +4,12 @@ Owns soft placement: whether it is on, what the nearest device is, and that a pr
 """
 
 import dataclasses
+from typing import Protocol
 
 from stratagem._caller import warn_caller
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.device_spec import CPU, DeviceSpec
-from stratagem.devices.inventory import Inventory, this_process
+from stratagem.devices.inventory import this_process
 from stratagem.errors import DeviceNotFoundError, DeviceTypeError, PlacementWarning
 
 LOCAL_TASK = "/job:localhost/replica:0/task:0"
@@ -16,6 +17,13 @@ _SETTING = "sg.config.set_soft_device_placement(True)"
 
 # What CUDA has no kernel for; simulated GPUs lack it too, so that a program meets it before it meets a GPU.
 LACKED_BY_GPUS = frozenset(("histogram", "histogramdd", "to_mkldnn"))
+
+
+class Devices(Protocol):
+    """Devices to choose from: those of this process, or the ones of them that a session has."""
+
+    def logical(self, kind: str | None = None) -> list[LogicalDevice]: ...
+    def resolve(self, device: DeviceSpec, /) -> LogicalDevice: ...
 
 
 @dataclasses.dataclass
@@ -45,7 +53,7 @@ def full_name(device: LogicalDevice) -> str:
 
 
 def resolve(
-    spec: DeviceSpec, operation: str, *, soft: bool | None = None, inventory: Inventory | None = None
+    spec: DeviceSpec, operation: str, *, soft: bool | None = None, inventory: Devices | None = None
 ) -> LogicalDevice | None:
     """The device of this process that a spec names; the first of its kind where it names no index.
 
@@ -80,7 +88,7 @@ def resolve(
         return nearest
 
 
-def host(inventory: Inventory) -> LogicalDevice:
+def host(inventory: Devices) -> LogicalDevice:
     """The device that tensors are on which nobody has placed."""
     return inventory.logical(CPU)[0]
 
@@ -100,7 +108,7 @@ def tell_once(message: str) -> None:
         warn_caller(message, PlacementWarning)
 
 
-def _nearest(spec: DeviceSpec, inventory: Inventory) -> LogicalDevice:
+def _nearest(spec: DeviceSpec, inventory: Devices) -> LogicalDevice:
     """Of the same kind, the one with the closest index; else the CPU's first."""
     known = inventory.logical(spec.device_type) if spec.device_type else []
     return min(known, key=lambda each: abs(each.index - (spec.device_index or 0)), default=host(inventory))

@@ -37,11 +37,13 @@ class Operation:
         type: What it computes, in TensorFlow's words: `MatMul`, `Conv2D`, `Const`.
         name: The type, numbered where it was used before: `MatMul_1`.
         inputs: Its tensors, or the nodes of a graph.
+        num_bytes: Of a new tensor or a variable, how much memory it takes; `None` of what computes.
     """
 
     type: str
     name: str
     inputs: tuple[Any, ...] = ()
+    num_bytes: int | None = None
 
 
 DeviceFunction: TypeAlias = Callable[[Operation], DeviceLike | None]
@@ -113,7 +115,7 @@ class DeviceScope:
     """One `sg.device(...)`: a context manager that can be entered again, and a decorator."""
 
     def __init__(self, target: ScopeTarget) -> None:
-        self._target = _read_target(target)
+        self._target = read_target(target)
 
     def __enter__(self) -> DeviceSpec:
         before, entry = frame(), _Entry(self, self._target)
@@ -210,12 +212,38 @@ def merge(outer: DeviceSpec, inner: DeviceSpec) -> DeviceSpec:
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """For recorders of graphs: scopes are still kept, but eager operations of this thread are left alone."""
+    """For what is no operation of the program: scopes are kept, but eager operations of this thread are left alone."""
     state.recorders += 1
     try:
         yield
     finally:
         state.recorders -= 1
+
+
+@contextlib.contextmanager
+def placing() -> Iterator[None]:
+    """For code of the program that is called inside the innermost `recording`: as outside that."""
+    state.recorders -= 1
+    try:
+        yield
+    finally:
+        state.recorders += 1
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """For code that the scopes around it do not concern: in the block this thread is in none of them."""
+    if not state.open:
+        yield
+        return
+    entries, opened = _frame.get().entries, state.open
+    state.open = {}
+    try:
+        _set(())
+        yield
+    finally:
+        state.open = opened
+        _set(tuple(each for each in entries if each in opened))
 
 
 def observe(changed: Callable[[], None]) -> None:
@@ -248,7 +276,7 @@ def _merge_all(entries: Sequence[_Entry], operation: Operation | None) -> Device
         if isinstance(target, DeviceSpec):
             spec = merge(target, spec)
         elif operation is not None:
-            chosen = _read_target(target(operation))
+            chosen = read_target(target(operation))
             if callable(chosen):
                 raise DeviceTypeError(
                     f"a function given to sg.device returns a device, got another function {chosen!r}"
@@ -257,7 +285,8 @@ def _merge_all(entries: Sequence[_Entry], operation: Operation | None) -> Device
     return spec
 
 
-def _read_target(target: ScopeTarget) -> DeviceSpec | DeviceFunction | None:
+def read_target(target: ScopeTarget) -> DeviceSpec | DeviceFunction | None:
+    """What a user wrote as a device, whole or in part; functions and `None` stay as they are."""
     match target:
         case None | DeviceSpec():
             return target

@@ -6,12 +6,15 @@ answer is its result or its failure. What a child prints goes to the controller,
 
 import faulthandler
 import io
+import pdb
 import signal
 import socket
 import sys
 import traceback
 from typing import Any, final
 
+from stratagem._caller import calling_line
+from stratagem.devices.memory import named
 from stratagem.errors import ReplicaError
 from stratagem.processes.children import Pipe
 from stratagem.processes.packing import survives
@@ -57,6 +60,7 @@ def serve(wire: Pipe, registry: Registry) -> None:
     _this_process.append(Child(wire, registry))
     sys.stdout = _Relay(wire, "stdout")
     sys.stderr = _Relay(wire, "stderr")
+    sys.breakpointhook = pdb.set_trace = _pass_over_breakpoint
     number = 0
     while True:
         number += 1  # both ends count, so that an answer to an earlier call is known as such
@@ -65,7 +69,7 @@ def serve(wire: Pipe, registry: Registry) -> None:
         except (EOFError, ConnectionResetError):
             return
         except Exception as error:  # what was sent cannot be built here
-            wire.send((FAILED, number, describe(error)))
+            wire.send((FAILED, number, describe(named(error))))
             continue
         _answer(wire, number, function, arguments)
 
@@ -74,7 +78,7 @@ def _answer(wire: Pipe, number: int, function: Any, arguments: tuple[Any, ...]) 
     try:
         answer = (DONE, number, function(*arguments))
     except BaseException as error:  # SystemExit in a replica must not end it silently
-        answer = (FAILED, number, describe(error))
+        answer = (FAILED, number, describe(named(error)))
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -87,6 +91,15 @@ def _answer(wire: Pipe, number: int, function: Any, arguments: tuple[Any, ...]) 
             f"return tensors, numbers or plain objects"
         )
         wire.send((FAILED, number, describe(refused)))
+
+
+def _pass_over_breakpoint(*_: object, **__: object) -> None:
+    """Takes the place of a debugger: the terminal is the main program's, and so is replica 0, which stops."""
+    print(
+        f"breakpoint at {calling_line()} is passed over: only the main program has a terminal. Replica 0 stops there, "
+        f"and the others wait for it where they next meet; OneDeviceStrategy runs everything in the main program",
+        file=sys.stderr,
+    )
 
 
 def describe(error: BaseException) -> tuple[BaseException | None, str, str]:

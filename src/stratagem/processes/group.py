@@ -5,6 +5,7 @@ lost. What calls do is unknown here. What a loss means is the policy's (`losses`
 the calls of a lost member is decided by whoever made them.
 """
 
+import contextlib
 import os
 import select
 import sys
@@ -21,6 +22,7 @@ from stratagem.processes.child import DONE, PRINTED
 from stratagem.processes.children import ChildChannel, Children, Process
 from stratagem.processes.launcher import ForkedChildren
 from stratagem.processes.losses import END, SLICE_S, STATUS_WAIT_S, STOP_GRACE_S, STOPPED_S, End, Failure, Fatal, Losses
+from stratagem.processes.numbered import label, plain
 from stratagem.processes.packing import Packed, pack_for
 from stratagem.processes.registry import Registry
 
@@ -214,11 +216,9 @@ class ChildGroup:
             member.channel.send_packed(packed)
         except (BrokenPipeError, ConnectionResetError):
             self._lose(member)
-            return False
         except TimeoutError:
             self._lose_stalled(member)
-            return False
-        return True
+        return self.members.get(member.number) is member
 
     def poll(self, timeout_s: float = 0.0, after_round: Callable[[], object] = _nothing) -> bool:
         """Takes in what members have sent; tells whether anything has come.
@@ -242,13 +242,14 @@ class ChildGroup:
         """Takes in the next message of a member: an answer, or what it printed."""
         member.last_message_s = self._clock.now_s()
         try:
-            kind, *content = member.channel.receive()
+            self._receive(member)
         except (EOFError, ConnectionResetError):
             self._lose(member)
-            return
         except TimeoutError:
             self._lose_stalled(member)
-            return
+
+    def _receive(self, member: GroupMember) -> None:
+        kind, *content = member.channel.receive()
         if kind == PRINTED:
             self._show(member, *content)
             return
@@ -264,9 +265,9 @@ class ChildGroup:
             self.on_failure(member, call)
 
     def _show(self, member: GroupMember, stream: str, text: str) -> None:
-        target = sys.stderr if stream == "stderr" else sys.stdout
+        target = plain(sys.stderr if stream == "stderr" else sys.stdout)
         for line in text.split("\n"):
-            print(f"[{self._noun} {member.number}] {line}", file=target)
+            print(f"{label(self._noun, member.number)}{line}", file=target)
 
     # One call on all members
 
@@ -379,7 +380,9 @@ class ChildGroup:
         self._last_look_s = now_s
         for member in [each for each in self.members.values() if each.calls]:
             if member.process.has_ended():
-                self._take_last(member)
+                self._take_rest(member)
+                if member.calls:
+                    self._lose(member)
             elif not isinstance(self._policy, End):
                 self._reap_silent(member, now_s)
 
@@ -392,15 +395,6 @@ class ChildGroup:
         member.stopped_since_s = None
         if now_s - member.last_message_s > self.stall_timeout_s:
             self._lose_stalled(member)
-
-    def _take_last(self, member: GroupMember) -> None:
-        """Takes in what a member sent before its end; a process that it forked may keep its pipe open."""
-        only = select.poll()
-        only.register(member.channel.fileno(), select.POLLIN)
-        while self.members.get(member.number) is member and only.poll(0):
-            self._take(member)
-        if self.members.get(member.number) is member and member.calls:
-            self._lose(member)
 
     def kill_holder(self, pid: int, waited_s: float) -> None:
         """Kills a member that keeps a lock for which this process waits, if it is stopped or stalls; `poll` finds it.
@@ -426,9 +420,10 @@ class ChildGroup:
         why = why or member.killed_because
         how, more = (why, "") if why else member.process.how_it_ended(STATUS_WAIT_S)
         if isinstance(self._policy, End):
-            raise ReplicaDiedError(losses.died(str(member), how, more, self.run_number))
-        self._forget(member)
+            raise ReplicaDiedError(losses.died(str(member), how, more, self.run_number)) from None
         _kill([member])
+        self._take_rest(member)
+        self._forget(member)
         member.channel.close()
         cause = losses.died(str(member), how, more)
         self._on_loss(member, cause)
@@ -437,6 +432,14 @@ class ChildGroup:
             self.losses.note(cause, self._policy, time.monotonic())
             self.begin([member.number])
             self.start()
+
+    def _take_rest(self, member: GroupMember) -> None:
+        """Takes in what a member sent before its end: what it has answered, nobody does again."""
+        only = select.poll()  # a process that it has forked may keep its pipe open
+        only.register(member.channel.fileno(), select.POLLIN)
+        with contextlib.suppress(EOFError, ConnectionResetError, TimeoutError):
+            while only.poll(0):
+                self._receive(member)
 
     def _report_stall(self, silent: Sequence[GroupMember]) -> None:
         """Raises the error that says who keeps the others waiting."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import final
 
 from stratagem import _integrations
+from stratagem._checks import require_folder
 from stratagem.devices.host import Host
 from stratagem.errors import ReplicaError
 from stratagem.processes import losses
@@ -49,6 +50,7 @@ class ForkedChildren:
         self._orders: list[tuple[int, socket.socket]] = []
 
     def begin(self, count: int) -> None:
+        require_folder()
         self._num_oom_kills = self._host.num_oom_kills()
         self._server = self._server or acquire()
         for _ in range(count):

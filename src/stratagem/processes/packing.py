@@ -7,13 +7,16 @@ as references (`Registry`); functions and classes of the user's own modules trav
 no module of the user's is ever run a second time.
 """
 
+import dis
 import functools
 import importlib
 import io
 import os
 import pickle
+import re
 import sys
 import sysconfig
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, ModuleType
@@ -23,12 +26,14 @@ import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 import torch
 
+from stratagem import _torch
 from stratagem.errors import StratagemError, StrategyError
-from stratagem.processes.message_memory import ALIGN
 from stratagem.processes.region import Region
 
-_OPTIMIZER_METHODS = ("step", "state_dict", "load_state_dict", "zero_grad")
 _TINY_BYTES = 1024
+_NAMES_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+ALIGN = 64
+"""Where each large buffer of a message begins, in bytes."""
 
 
 @final
@@ -115,15 +120,15 @@ def survives(error: BaseException) -> bool:
     """Whether an error of this process comes out on the other side as itself."""
     try:
         copy = pickle.loads(cloudpickle.dumps(error.with_traceback(None)))  # noqa: S301  # made in this line
+        return type(copy).__name__ == type(error).__name__ and str(copy) == str(error)
     except Exception:
         return False
-    return type(copy).__name__ == type(error).__name__ and str(copy) == str(error)
 
 
 # How objects of other libraries travel: given an object, what pickle's `__reduce__` returns, or `NotImplemented`.
-reducers: list[Callable[[Any], Any]] = []
+reducers: list[Callable[[Any], Any]] = [_torch.reduce_parametrized]
 
-_NEVER_NAMED = frozenset({int, float, bool, str, bytes, type(None), tuple, list, dict})
+_NEVER_NAMED = frozenset({int, float, bool, str, bytes, type(None), tuple})
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not typed
@@ -158,9 +163,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
             return self._reduce_tensor(obj)
         if isinstance(obj, torch.optim.Optimizer):
             # Its own way leaves out what subclasses add; methods replaced on the instance stay here.
-            state = {key: value for key, value in obj.__dict__.items() if key not in _OPTIMIZER_METHODS}
+            state = {key: value for key, value in obj.__dict__.items() if key not in _torch.OPTIMIZER_METHODS}
             _send_by_value_if_users(type(obj).__module__)
             return _build_optimizer, (type(obj), state)
+        if type(obj) is types.CellType:
+            # Not by its content: a function may be in a variable that it uses itself.
+            content = ((obj.cell_contents,), None, None, _fill_cell) if is_filled(obj) else ()
+            return types.CellType, (), *content
+        if type(obj) is functools._lru_cache_wrapper and travels_by_value(obj.__wrapped__):
+            return _cache, (obj.__wrapped__, tuple(obj.cache_parameters().values()))
+        if type(obj) in _LOCKS:
+            return _LOCKS[type(obj)], ()  # it guards what is in one process
         if isinstance(obj, ModuleType):
             if travels_by_value(obj):
                 return self._reduce_module(obj)
@@ -172,6 +185,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
                 return way
         _send_by_value_if_users(getattr(obj, "__module__", None))
         return super().reducer_override(obj)
+
+    def _dynamic_function_reduce(self, func: FunctionType) -> Any:
+        way: Any = super()._dynamic_function_reduce(func)
+        if self._reference(func.__globals__) is None:
+            return way
+        # Its globals and variables are those of other functions too.
+        make, _, (state, slots), *rest = way
+        given: Any = getattr(self._reference, "new_globals", None)
+        new = given(func.__globals__) if given is not None else ()
+        used = {name: each for name, each in slots["__globals__"].items() if name in new}
+        slots |= {"__globals__": used, "__closure__": None}
+        return make, (func.__code__, func.__globals__, None, None, func.__closure__), (state, slots), *rest
 
     def _reduce_module(self, module: ModuleType) -> Any:
         """A module of the user's, without what cannot be sent: most functions use little of their modules."""
@@ -192,7 +217,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
             return NotImplemented
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        if (
+            tensor.layout != torch.strided
+            or tensor.is_nested
+            or tensor.is_quantized
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
             return NotImplemented
         storage = tensor.untyped_storage()
         # Views of one storage stay views of one storage on the other side.
@@ -300,6 +331,17 @@ def _build_tensor(
     return tensor.requires_grad_(requires_grad) if requires_grad else tensor
 
 
+def _cache(function: Callable[..., Any], options: tuple[Any, ...]) -> Any:
+    return functools.lru_cache(*options)(function)
+
+
+def _fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
+    cell.cell_contents = content[0]
+
+
+_LOCKS: dict[type, Callable[[], Any]] = {type(make()): make for make in (threading.Lock, threading.RLock)}
+
+
 def _build_optimizer(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:
     optimizer = object.__new__(kind)
     optimizer.__setstate__({key: state.pop(key) for key in ("defaults", "state", "param_groups")})
@@ -310,6 +352,8 @@ def _build_optimizer(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -
 _INSTALLED = tuple(
     os.path.realpath(sysconfig.get_paths()[kind]) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")
 )
+# Packages that are found in another way: in the user's own folder, by a `.pth` file, by PYTHONPATH.
+_PACKAGES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _probed: list[ModuleType] = []  # modules whose members are being tried, one inside the other
 _known_modules: set[str] = {"__main__", "builtins"}
 
@@ -343,7 +387,8 @@ def _is_users(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if file is None or module.__name__.partition(".")[0] in ("stratagem", "torch", "numpy", "keras"):
         return False
-    return not os.path.realpath(file).startswith(_INSTALLED)
+    path = os.path.realpath(file)
+    return not path.startswith(_INSTALLED) and not _PACKAGES.search(path)
 
 
 def pack_for(whom: str, message: Any, reference: Callable[[Any], Any]) -> Packed:
@@ -362,16 +407,36 @@ def pack_for(whom: str, message: Any, reference: Callable[[Any], Any]) -> Packed
     except StratagemError:
         raise
     except Exception as error:
-        part, where = find_unsendable(message, lambda each: can_be_packed(each, reference))
-        raise StrategyError(
-            f"a {type(part).__name__} cannot be sent to {whom}{f' ({where})' if where else ''}: {error}. "
-            f"Make it inside the function, or leave it out"
-        ) from error
+        raise refusal(whom, message, reference, error, "Make it inside the function, or leave it out") from error
+
+
+def refusal(whom: str, value: Any, reference: Callable[[Any], Any], error: Exception, instead: str) -> StrategyError:
+    """What is said of a value that cannot be sent: which part of it, where that is, why, and what to do.
+
+    Args:
+        whom: Who it is for, in words.
+        value: What is to be sent.
+        reference: How objects are named on the way.
+        error: What became of it.
+        instead: What to do.
+    """
+    part, where = find_unsendable(value, lambda each: can_be_packed(each, reference))
+    place = f" ({where})" if where else ""
+    if _torch.is_compiled(part):
+        return StrategyError(
+            f"the function {part.__name__}{place}, which torch.compile made, cannot be sent to {whom}: its code "
+            f"belongs to this process. Steps and updates of optimizers are not compiled: give the plain function, and "
+            f"compile the model, `model = torch.compile(model)` inside the scope"
+        )
+    return StrategyError(f"a {type(part).__name__} cannot be sent to {whom}{place}: {error}. {instead}")
 
 
 def find_unsendable(value: Any, can_be_sent: Callable[[Any], bool]) -> tuple[Any, str]:
     """The innermost part of a value that cannot be sent, and where it was found."""
-    return _innermost(value, can_be_sent, "", {id(value): value}) or (value, "")
+    try:
+        return _innermost(value, can_be_sent, "", {id(value): value}) or (value, "")
+    except RecursionError:  # nested too deep to be looked into, which is why it cannot be sent
+        return value, ""
 
 
 def _innermost(
@@ -392,6 +457,8 @@ def _innermost(
 
 
 def _places(value: Any) -> Iterator[tuple[Any, str]]:
+    if _torch.is_compiled(value):
+        return  # what it is made of is torch's
     if isinstance(value, tuple | list | set | frozenset):
         yield from ((each, "") for each in value)
     elif isinstance(value, dict):
@@ -403,6 +470,8 @@ def _places(value: Any) -> Iterator[tuple[Any, str]]:
         used = [each for each in global_names(value.__code__) if each in value.__globals__]
         yield from ((value.__globals__[each], f"the global {each!r} of {name}") for each in used)
         yield from ((each, f"a default of {name}") for each in value.__defaults__ or ())
+    elif isinstance(value, types.CellType):
+        yield from [(value.cell_contents, "")] if is_filled(value) else []
     elif isinstance(value, types.MethodType):
         yield value.__self__, f"the object of the method {value.__name__}"
     elif isinstance(value, functools.partial):
@@ -416,9 +485,10 @@ def _places(value: Any) -> Iterator[tuple[Any, str]]:
         yield type(value), ""
 
 
+@functools.lru_cache(maxsize=4096)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The names of globals that code may use, that of inner functions included."""
-    names = dict.fromkeys(code.co_names)
+    """The names of globals that code may use, that of inner functions included; attributes are not among them."""
+    names = dict.fromkeys(each.argval for each in dis.get_instructions(code) if each.opname in _NAMES_GLOBAL)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names |= dict.fromkeys(global_names(constant))

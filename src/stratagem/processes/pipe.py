@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, final
 
-from stratagem.processes.message_memory import Outgoing, padded
-from stratagem.processes.packing import Packed, pack, unpack
+from stratagem.processes.packing import ALIGN, Packed, pack, unpack
+from stratagem.processes.region import mapped
 
 _HEAD = struct.Struct("<QIQ")  # length of the packed object, number of buffers, bytes in shared memory
 _LENGTH = struct.Struct("<Q")
@@ -58,7 +58,7 @@ class Wire:
         """Sends what `pack` made; the same may go to several children."""
         small = [buffer for buffer in packed.buffers if len(buffer) < _LARGE_BYTES]
         large = [buffer for buffer in packed.buffers if len(buffer) >= _LARGE_BYTES]
-        region = Outgoing(large)
+        region = _Outgoing(large)
         lengths = b"".join(_LENGTH.pack(len(buffer)) for buffer in packed.buffers)
         head = _HEAD.pack(len(packed.data), len(packed.buffers), region.num_bytes) + lengths + packed.data
         descriptors = [each.descriptor for each in packed.regions] + [region.descriptor] * (region.num_bytes > 0)
@@ -81,18 +81,18 @@ class Wire:
         num_packed, num_buffers, num_shared_bytes = _HEAD.unpack(first + self._read(_HEAD.size - len(first)))
         lengths = [_LENGTH.unpack(self._read(_LENGTH.size))[0] for _ in range(num_buffers)]
         data = self._read(num_packed)
+        # All that is in the pipe is read before anything can fail that only this message needs.
+        small = iter([self._read(length) for length in lengths if length < _LARGE_BYTES])
         shared = memoryview(b"")
         if num_shared_bytes:
-            descriptor = descriptors.pop()
-            shared = memoryview(mmap.mmap(descriptor, num_shared_bytes, mmap.MAP_PRIVATE))
-            os.close(descriptor)
+            shared = _received(descriptors, num_shared_bytes)
         buffers: list[memoryview | bytearray] = []
         for length in lengths:
             if length >= _LARGE_BYTES:
                 buffers.append(shared[:length])
-                shared = shared[padded(length) :]
+                shared = shared[_padded(length) :]
             else:
-                buffers.append(self._read(length))
+                buffers.append(next(small))
         return unpack(data, buffers, self._resolve, descriptors, keeps_classes=self._keeps_classes)
 
     def shut(self) -> None:
@@ -112,3 +112,54 @@ class Wire:
                 raise EOFError("the other end of the pipe closed in the middle of a message")
             view = view[received:]
         return data
+
+
+@final
+class _Outgoing:
+    """Large buffers of one message, one after the other in anonymous shared memory."""
+
+    def __init__(self, buffers: list[memoryview]) -> None:
+        self.num_bytes = sum(_padded(len(buffer)) for buffer in buffers)
+        self.descriptor = -1
+        if not self.num_bytes:
+            return
+        self.descriptor = os.memfd_create("stratagem-message", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.descriptor, self.num_bytes)
+            offset = 0
+            for buffer in buffers:
+                self._write(buffer, offset)
+                offset += _padded(len(buffer))
+        except BaseException:
+            self.close()
+            raise
+
+    def _write(self, buffer: memoryview, offset: int) -> None:
+        # Written, not mapped: a lack of memory is an error, and no page is cleared first.
+        while buffer:
+            written = os.pwrite(self.descriptor, buffer, offset)
+            buffer, offset = buffer[written:], offset + written
+
+    def close(self) -> None:
+        """Lets go of the memory; who has received it keeps it."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def _received(descriptors: list[int], num_bytes: int) -> memoryview:
+    """The large buffers of a message, whose descriptor came last; if they do not fit, the others are closed, too."""
+    descriptor = descriptors.pop()
+    try:
+        return memoryview(mapped(descriptor, num_bytes, mmap.MAP_PRIVATE))
+    except OSError:
+        for each in descriptors:
+            os.close(each)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _padded(num_bytes: int) -> int:
+    """The room that so many bytes take."""
+    return -(-num_bytes // ALIGN) * ALIGN

@@ -43,8 +43,8 @@ class Region:
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._shared = mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED)
-        self._private = mmap.mmap(descriptor, num_bytes, mmap.MAP_PRIVATE)
+        self._shared = mapped(descriptor, num_bytes, mmap.MAP_SHARED)
+        self._private = mapped(descriptor, num_bytes, mmap.MAP_PRIVATE)
         self.descriptor = descriptor  # last: what cannot be mapped stays the caller's to close
         self._num_faults_when_clean = _NOT_CLEAN
         self._first_page = torch.frombuffer(self._private, dtype=torch.uint8).data_ptr() // PAGE_BYTES
@@ -96,19 +96,27 @@ class Region:
 
     def publish(self, pages: np.ndarray) -> None:
         """Makes this process' own pages everyone's."""
-        for start, end in _runs(pages):
+        for start, end in runs(pages):
             self._shared[start:end] = self._private[start:end]
         self.drop(pages)
 
     def drop(self, pages: np.ndarray) -> None:
         """Gives this process' own pages up, for those of everyone."""
-        for start, end in _runs(pages):
+        for start, end in runs(pages):
             self._private.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def __del__(self) -> None:
         # Tensors in the memory keep it mapped; only its descriptor ends here.
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
+
+
+def mapped(descriptor: int, num_bytes: int, flags: int) -> mmap.mmap:
+    """Memory of a descriptor in this process; an error says how much was asked for."""
+    try:
+        return mmap.mmap(descriptor, num_bytes, flags)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}, to allocate {num_bytes} bytes of shared memory") from error
 
 
 @functools.cache
@@ -154,7 +162,7 @@ def _view(mapping: mmap.mmap, dtype: torch.dtype, offset: int, numel: int) -> to
     return torch.frombuffer(mapping, dtype=dtype, offset=offset, count=numel)
 
 
-def _runs(pages: np.ndarray) -> list[tuple[int, int]]:
+def runs(pages: np.ndarray) -> list[tuple[int, int]]:
     """Neighbouring pages as ranges of bytes."""
     if not len(pages):
         return []

@@ -4,8 +4,36 @@ In the controller it names the objects without keeping them alive: an object tha
 is told to the children, which drop theirs. In a child it holds that child's own copies.
 """
 
+import types
 import weakref
 from typing import Any, final
+
+import torch
+
+_NAMESPACE, _VIEW = "namespace", "view"
+
+
+def namespace_name(name: int, obj: Any) -> tuple[Any, ...]:
+    """The name of the globals of functions, or of their module: a child that has none of that name makes it.
+
+    Args:
+        name: A number that nothing else has.
+        obj: The dict of globals, or the module.
+    """
+    content = vars(obj) if isinstance(obj, types.ModuleType) else obj
+    known = {key: content[key] for key in ("__name__", "__package__", "__path__", "__file__") if key in content}
+    return _NAMESPACE, name, isinstance(obj, types.ModuleType), tuple(known.items())
+
+
+def view_name(name: int, view: torch.Tensor, offset: int) -> tuple[Any, ...]:
+    """The name of a tensor that lies in the memory of another one.
+
+    Args:
+        name: That of the other.
+        view: The tensor.
+        offset: Where it begins, in elements.
+    """
+    return _VIEW, name, view.dtype, tuple(view.shape), view.stride(), offset
 
 
 @final
@@ -28,6 +56,10 @@ class Registry:
         self._names[key] = name
         self._objects[name] = obj if self._keeps else weakref.ref(obj, lambda _: self._drop(name, key))
 
+    def keep(self, name: int, obj: Any) -> None:
+        """Enters an object that comes here as its name, and leaves as what it is."""
+        self._objects[name] = obj
+
     def remove(self, name: int) -> None:
         """Takes an object out, in a child; one that came later may never have had it."""
         if name in self._objects:
@@ -37,10 +69,25 @@ class Registry:
         """The name of an object, if it has one."""
         return self._names.get(id(obj))
 
-    def resolve(self, name: int) -> Any:
+    def resolve(self, name: Any) -> Any:
         """This process' own object of that name."""
+        if type(name) is tuple:
+            return self._view(*name[1:]) if name[0] == _VIEW else self._namespace(*name)
         obj = self._objects[name]
         return obj if self._keeps else obj()
+
+    def _namespace(self, _: str, name: int, is_module: bool, known: tuple[tuple[str, Any], ...]) -> Any:
+        own = self._objects.get(name)
+        if own is None:
+            own = self._objects[name] = types.ModuleType(dict(known).get("__name__", "?"))
+            vars(own).update(known)
+        return own if is_module else vars(own)
+
+    def _view(
+        self, name: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
+    ) -> torch.Tensor:
+        whole = self.resolve(name).detach().view(dtype)
+        return whole.as_strided(shape, stride, whole.storage_offset() + offset)  # type: ignore[no-any-return]
 
     def live(self) -> dict[int, Any]:
         """All objects that still exist, by name."""

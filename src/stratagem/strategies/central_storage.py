@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import final
 
+from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
 from stratagem.engine.lockstep import LocalReplicas
@@ -21,7 +22,8 @@ class CentralStorageStrategy(Replicated[LocalReplicas]):
     Args:
         compute_devices: Where the replicas compute; by default all logical devices of the best kind.
         parameter_device: Where variables are kept; by default the memory of the host.
-        gradients: `mean` over the global batch, or `sum` if the program scales the loss itself.
+        gradients: `mean`: a loss is a mean over a replica's rows and counts by them. `sum`: losses are added up;
+            for sums over rows that the program divides by the global batch itself, which `mean` would divide again.
         unused: What a parameter that only some replicas used means: `zero` gradients, or an `error`.
         on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
         stall_timeout_s: How long replicas wait for another before it counts as stalled.
@@ -60,3 +62,6 @@ class CentralStorageStrategy(Replicated[LocalReplicas]):
         )
         self._parameter_device = kept_on
         super().__init__(chosen, driven_here(chosen, recipe, stall_timeout_s))
+
+    def _variables_on(self) -> LogicalDevice | None:
+        return self._parameter_device

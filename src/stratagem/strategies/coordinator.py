@@ -7,23 +7,26 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
+from torch.utils.data import DataLoader
+
 from stratagem import _tree
+from stratagem._checks import StaysHere
 from stratagem.engine import context
 from stratagem.engine.queued import worker_calls
+from stratagem.engine.queued.scheduler import Scheduler
 from stratagem.engine.queued.step import QueuedStep
 from stratagem.engine.queued.workers import ParameterWorkers
 from stratagem.errors import StepCancelledError, StrategyError
-from stratagem.inputs import InputContext
+from stratagem.inputs import DistributedLoader, DistributedStream, InputContext
 from stratagem.objects import per_replica
 from stratagem.parameters.consistency import Synchronous
 from stratagem.strategies.parameter_server import ParameterServerStrategy
-from stratagem.strategies.strategy import require_call
 
 _keys = itertools.count(1)
 
 
 @final
-class RemoteValue:
+class RemoteValue(StaysHere):
     """What a scheduled function will have returned.
 
     Args:
@@ -31,8 +34,10 @@ class RemoteValue:
         step: The call.
     """
 
+    _instead = "take fetch() of it, or give it to schedule in args"
+
     def __init__(self, workers: ParameterWorkers, step: QueuedStep) -> None:
-        self._workers = workers
+        self.workers = workers
         self._step = step
 
     @property
@@ -47,7 +52,7 @@ class RemoteValue:
             StepCancelledError: The function was never run, because another one had failed.
             Exception: What the function raised.
         """
-        return self._workers.wait_for(self._step)
+        return self.workers.wait_for(self._step)
 
     get = fetch
 
@@ -81,6 +86,8 @@ class PerWorkerDataset:
 class PerWorkerIterator:
     """A pass over the data of each worker: in a scheduled function, over that of the worker that it runs in.
 
+    Batches of data that the strategy has made are those of one device: plain tensors.
+
     Args:
         key: Which data.
         number: Which pass.
@@ -96,7 +103,7 @@ class PerWorkerIterator:
         return self
 
     def __next__(self) -> Any:
-        if context.in_cross_replica_context():
+        if context.current_replica() is None:
             raise StrategyError("a per-worker iterator is read in scheduled functions; give it to schedule in args")
         place = self._key, self._number
         if place not in _passes:
@@ -105,16 +112,21 @@ class PerWorkerIterator:
             if self._key in _to_make:
                 _to_make[self._key]()
             _passes[place] = iter(_sources[self._key])
-        return next(_passes[place])
+        batch = per_replica.load_deferred(per_replica.select(next(_passes[place]), 0))
+        device = context.state.replicas[-1].strategy.device
+        return per_replica.brought(batch, device, computes_on=device)
 
 
 @final
-class ClusterCoordinator:
+class ClusterCoordinator(StaysHere):
     """Hands functions to workers as they become free.
 
     Functions run at their own pace and in no fixed order. One whose worker is lost is run again by another;
     updates that it had pushed by then are not made twice. Progress is made in the calls of this class and of
-    the strategy.
+    the strategy. In such a function the strategy is one of a single device: its `run` calls a function there and
+    then, and `reduce` and `distribute` are about what this worker has.
+
+    A strategy has one coordinator: asked for a second time, it is the same.
 
     Args:
         strategy: Whose workers.
@@ -129,19 +141,28 @@ class ClusterCoordinator:
         >>> strategy.close()
     """
 
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
+    def __new__(cls, strategy: ParameterServerStrategy) -> "ClusterCoordinator":
+        """The coordinator that the strategy has, if the program still has it."""
         if not isinstance(strategy, ParameterServerStrategy):
             raise StrategyError(f"a ClusterCoordinator takes a ParameterServerStrategy, got {type(strategy).__name__}")
-        self.strategy = strategy
-        self._workers = strategy.workers
+        strategy.require_usable()
+        workers = strategy.workers
         if isinstance(strategy.consistency, Synchronous):
             raise StrategyError(
                 f"with {strategy.consistency} workers share each step, so that none can be given one of its own; use "
                 f"Async() or BoundedStaleness(k)"
             )
-        self._under_way: set[QueuedStep] = set()
-        self._finished: list[QueuedStep] = []  # whose gradients have not been judged
-        self._failed: QueuedStep | None = None  # the first, of which nobody has been told
+        scheduled = _scheduled.setdefault(workers, _Scheduled(workers.scheduler))
+        found = scheduled.coordinator()
+        if found is None:
+            found = super().__new__(cls)
+            scheduled.coordinator = weakref.ref(found)
+        return found
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        self.strategy = strategy
+        self._workers = strategy.workers
+        self._scheduled = _scheduled[self._workers]
 
     def schedule(
         self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -160,13 +181,17 @@ class ClusterCoordinator:
             StrategyError: Something in it cannot be sent.
         """
         context.require_controller("ClusterCoordinator.schedule()")
-        require_call(fn, args, kwargs)
+        self.strategy.require_call(fn, args, kwargs)
+        with self._workers.in_turn("ClusterCoordinator.schedule()"):
+            return self._schedule(fn, args, kwargs)
+
+    def _schedule(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> RemoteValue:
         self._look()
         given = _fetched((tuple(args), dict(kwargs or {})))
         self._workers.prepare()
         step = self._workers.new_step(fn, *per_replica.select(given, 0, sent=True))
-        step.when_done = functools.partial(_take_in, weakref.ref(self))
-        self._under_way.add(step)
+        step.when_done = functools.partial(_take_in, weakref.ref(self._scheduled))
+        self._scheduled.under_way.add(step)
         self._submit(step)
         if step.is_done and not step.is_sent:
             self._look()  # what cannot be sent is an error in this line
@@ -183,26 +208,44 @@ class ClusterCoordinator:
 
     def done(self) -> bool:
         """Whether all that was scheduled is done; raises as `join` does."""
-        self._workers.attend()
-        self._look()
-        return not self._under_way
+        with self._workers.in_turn("ClusterCoordinator.done()"):
+            self._workers.attend()
+            self._look()
+            return not self._scheduled.under_way
 
     def fetch(self, value: Any) -> Any:
-        """A nesting with what remote values in it stand for; waits for them."""
+        """A nesting with what remote values in it stand for; waits for them.
+
+        Raises:
+            StrategyError: There is none in it, or one of another strategy.
+        """
+        found = [each for each in _tree.leaves(value) if isinstance(each, RemoteValue)]
+        if not found and _tree.leaves(value):
+            raise StrategyError(
+                f"fetch takes what schedule returned, also in a nesting, got {type(value).__name__} {value!r}"
+            )
+        if any(each.workers is not self._workers for each in found):
+            raise StrategyError("fetch was given a value of another strategy; ask the coordinator that scheduled it")
         return _fetched(value)
 
-    def create_per_worker_dataset(self, dataset_fn: Callable[..., Any]) -> PerWorkerDataset:
-        """Lets each worker make data of its own.
+    def create_per_worker_dataset(self, dataset: Any) -> PerWorkerDataset:
+        """Lets each worker have data of its own.
 
         Args:
-            dataset_fn: Called once in every worker, returns something that can be iterated; may take an
-                `InputContext`, which tells which worker it is. Workers that `resize` adds are told how many there
-                are then; the data of the others stays as it is.
+            dataset: A function that is called once in every worker and returns something that can be iterated; it may
+                take an `InputContext`, which tells which worker it is. Workers that `resize` adds are told how many
+                there are then; the data of the others stays as it is. Or the data itself, of which each worker gets a
+                copy and reads all: a list, a DataLoader, a dataset. Both may be what `strategy.distribute` and
+                `strategy.distribute_from_function` have made.
         Raises:
             Exception: What it raised in a worker; the strategy can be used as before.
         """
-        if not callable(dataset_fn):
-            raise StrategyError(f"create_per_worker_dataset takes a function, got {type(dataset_fn).__name__}")
+        context.require_controller("ClusterCoordinator.create_per_worker_dataset()")
+        dataset_fn = _function_for(dataset)
+        with self._workers.in_turn("ClusterCoordinator.create_per_worker_dataset()"):
+            return self._create_per_worker_dataset(dataset_fn)
+
+    def _create_per_worker_dataset(self, dataset_fn: Callable[..., Any]) -> PerWorkerDataset:
         workers, key = self._workers, next(_keys)
         workers.prepare()
         given = key, dataset_fn, workers.key
@@ -226,45 +269,88 @@ class ClusterCoordinator:
 
     def _look(self) -> None:
         """Raises the first failure among what was scheduled, when all that was begun is done."""
-        finished, self._finished = self._finished, []
+        own = self._scheduled
+        finished, own.finished = own.finished, []
         try:
-            if self._failed is not None:
-                self._failed.raise_error()
+            if own.failed is not None:
+                own.failed.raise_error()
             self._workers.judge(finished)
         except BaseException:
-            self._cancel()
+            own.cancel()
             self._workers.settle()
-            self._failed, self._finished = None, []
+            own.failed, own.finished = None, []
             raise
 
-    def _take_in(self, step: QueuedStep) -> None:
-        """Notes that a step is done; after a failure none is begun."""
-        self._under_way.discard(step)
-        self._finished.append(step)
-        if step.has_failed and self._failed is None and not isinstance(step.error, StepCancelledError):
-            self._failed = step
-            self._cancel()
 
-    def _cancel(self) -> None:
+@final
+class _Scheduled:
+    """What the workers of a strategy were given by its coordinators; a program may drop one and ask for another.
+
+    Args:
+        scheduler: Who hands it to workers.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self.under_way: set[QueuedStep] = set()
+        self.finished: list[QueuedStep] = []  # whose gradients have not been judged
+        self.failed: QueuedStep | None = None  # the first, of which nobody has been told
+        self.coordinator: Callable[[], ClusterCoordinator | None] = lambda: None
+
+    def take_in(self, step: QueuedStep) -> None:
+        """Notes that a step is done; after a failure none is begun."""
+        self.under_way.discard(step)
+        self.finished.append(step)
+        if step.has_failed and self.failed is None and not isinstance(step.error, StepCancelledError):
+            self.failed = step
+            self.cancel()
+
+    def cancel(self) -> None:
         """Takes steps back that no worker has."""
-        scheduler = self._workers.scheduler
-        scheduler.cancel(
-            self._under_way - scheduler.under_way(),
+        self._scheduler.cancel(
+            self.under_way - self._scheduler.under_way(),
             lambda: StepCancelledError("not run: a function that was scheduled before has failed"),
         )
 
 
-def _take_in(coordinator: "weakref.ref[ClusterCoordinator]", step: QueuedStep) -> None:
-    # Steps do not keep the coordinator alive, and with it a strategy that the program drops.
-    if (own := coordinator()) is not None:
-        own._take_in(step)
+_scheduled: "weakref.WeakKeyDictionary[ParameterWorkers, _Scheduled]" = weakref.WeakKeyDictionary()
+
+
+def _take_in(scheduled: "weakref.ref[_Scheduled]", step: QueuedStep) -> None:
+    if (own := scheduled()) is not None:  # steps do not keep it alive, which would be a cycle
+        own.take_in(step)
 
 
 def _fetched(value: Any) -> Any:
     return _tree.map_only(RemoteValue, RemoteValue.fetch, value)
 
 
+def _function_for(dataset: Any) -> Callable[..., Any]:
+    """A function that gives a worker its data."""
+    if isinstance(dataset, DistributedLoader | DistributedStream):
+        dataset = dataset.undivided
+    if _is_data(dataset):
+        return functools.partial(_as_given, dataset)
+    if callable(dataset):
+        return dataset  # type: ignore[no-any-return]
+    raise StrategyError(
+        f"create_per_worker_dataset takes a function that makes data, or the data: something that can be iterated, or "
+        f"a dataset; got {type(dataset).__name__} {dataset!r}"
+    )
+
+
+def _is_data(value: Any) -> bool:
+    """Whether it can be iterated, by itself or by its indices; a class is a function that makes such a thing."""
+    has_indices = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    return not isinstance(value, type) and (hasattr(value, "__iter__") or has_indices)
+
+
 # In a worker
+
+
+def _as_given(dataset: Any) -> Any:
+    return dataset
+
 
 _sources: dict[int, Any] = {}
 _to_make: dict[int, Callable[[], None]] = {}  # sources that this worker makes when it first needs them
@@ -278,7 +364,13 @@ def make_source(num_workers: int, key: int, dataset_fn: Callable[..., Any], stra
         each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
         for each in inspect.signature(dataset_fn).parameters.values()
     )
-    _sources[key] = dataset_fn(InputContext(num_workers, number, 1)) if wants_context else dataset_fn()
+    made = dataset_fn(InputContext(num_workers, number, 1)) if wants_context else dataset_fn()
+    if not _is_data(made):
+        raise StrategyError(
+            f"the function given to create_per_worker_dataset returned {type(made).__name__} {made!r}; it must return "
+            f"an iterable of batches"
+        )
+    _sources[key] = made if hasattr(made, "__iter__") else DataLoader(made, batch_size=None)  # which reads by index
     _to_make.pop(key, None)
 
 

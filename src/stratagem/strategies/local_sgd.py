@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import final
 
-from stratagem._checks import require_seconds
+from stratagem._checks import require_seconds, require_seconds_if_given
 from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
@@ -44,6 +44,8 @@ class LocalSGDStrategy(Replicated[LocalReplicas]):
         on_nonfinite: What a gradient that is not finite does to the step of its replica: `skip`, `raise` or `apply`.
         stall_timeout_s: How long replicas of one machine wait for another before it counts as stalled.
         join_timeout_s: How long to wait for all workers to come.
+        heartbeat_timeout_s: How long a worker whose machine answers may give no sign of life before it is lost; by
+            default what `stratagem run --heartbeat-timeout` says, or 30 s.
         worker_timeout_s: How long to wait for a worker that lives but does not come.
     Raises:
         DeviceError: `devices` is empty, names one twice or one that does not exist.
@@ -68,12 +70,14 @@ class LocalSGDStrategy(Replicated[LocalReplicas]):
         on_nonfinite: str = "skip",
         stall_timeout_s: float = 60.0,
         join_timeout_s: float = 60.0,
+        heartbeat_timeout_s: float | None = None,
         worker_timeout_s: float = 1800.0,
     ) -> None:
         context.require_controller("LocalSGDStrategy()")
         require_seconds(
             stall_timeout_s=stall_timeout_s, join_timeout_s=join_timeout_s, worker_timeout_s=worker_timeout_s
         )
+        require_seconds_if_given(heartbeat_timeout_s=heartbeat_timeout_s)
         if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
             raise StrategyError(f"sync_every is a whole number of steps from 1 up, got {sync_every!r}")
         if outer_optimizer is not None and not callable(outer_optimizer):
@@ -91,6 +95,7 @@ class LocalSGDStrategy(Replicated[LocalReplicas]):
             len(chosen),
             {"sync_every": sync_every, "on_nonfinite": on_nonfinite, "outer": outer_optimizer is not None},
             join_timeout_s=join_timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
             worker_timeout_s=worker_timeout_s,
         )
         super().__init__(chosen, driven_here(chosen, recipe, stall_timeout_s, workers), workers)
@@ -103,6 +108,6 @@ class LocalSGDStrategy(Replicated[LocalReplicas]):
 
     def synchronize(self) -> None:
         """Brings all replicas to one state now, as after `sync_every` steps; every worker calls it alike."""
-        self._require_usable()
+        self.require_usable()
         context.require_controller("strategy.synchronize()")
         self._replicas.agree()

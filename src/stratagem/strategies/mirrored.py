@@ -19,7 +19,8 @@ class MirroredStrategy(Replicated[LocalReplicas]):
 
     Args:
         devices: Where the replicas compute; by default all logical devices of the best kind.
-        gradients: `mean` over the global batch, or `sum` if the program scales the loss itself.
+        gradients: `mean`: a loss is a mean over a replica's rows and counts by them. `sum`: losses are added up;
+            for sums over rows that the program divides by the global batch itself, which `mean` would divide again.
         unused: What a parameter that only some replicas used means: `zero` gradients in the others,
             or an `error`.
         on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
@@ -28,9 +29,7 @@ class MirroredStrategy(Replicated[LocalReplicas]):
             by torch.distributed (NCCL, or gloo on the CPU) while the backward pass goes on.
             `to_one`: the same, but summed in replica 0 and sent back; simple and slow. `auto` takes
             `shared_memory` on the CPU and `torch` on accelerators, and with a warning in containers that
-            hide a process' page map, without which memory cannot be shared this way. Where replicas have their own
-            variables, weights that the main program writes through `.data` do not reach them;
-            write inside `torch.no_grad()`.
+            hide a process' page map, without which memory cannot be shared this way.
         stall_timeout_s: How long replicas wait for another before it counts as stalled.
     Raises:
         DeviceError: `devices` is empty, names one twice or one that does not exist.

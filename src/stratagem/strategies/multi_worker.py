@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, final
 
-from stratagem._checks import require_seconds
+from stratagem._checks import require_seconds, require_seconds_if_given
 from stratagem.cluster.ray.ray_cluster import RayCluster
 from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.devices.inventory import this_process
@@ -37,12 +37,15 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
         cluster_resolver: Who takes part; by default what the environment says.
         cluster: In place of it: workers that Ray starts. Then this program alone drives them all, as replicas
             on other machines; a run that fails in one of them raises here, and the strategy goes on.
-        gradients: `mean` over the global batch, or `sum` if the program scales the loss itself.
+        gradients: `mean`: a loss is a mean over a replica's rows and counts by them. `sum`: losses are added up;
+            for sums over rows that the program divides by the global batch itself, which `mean` would divide again.
         unused: What a parameter that only some replicas used means: `zero` gradients, or an `error`.
         on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
         cross_device_ops: How gradients travel inside a machine, as in `MirroredStrategy`.
         stall_timeout_s: How long replicas of one machine wait for another before it counts as stalled.
         join_timeout_s: How long to wait for all workers to come.
+        heartbeat_timeout_s: How long a worker whose machine answers may give no sign of life before it is lost; by
+            default what `stratagem run --heartbeat-timeout` says, or 30 s.
         worker_timeout_s: How long to wait for a worker that lives but does not come; every minute a
             warning tells that it is waited for.
         allow_all_interfaces: Whether the first worker may listen on all addresses of its machine, where its own
@@ -64,6 +67,7 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
         cross_device_ops: str = "auto",
         stall_timeout_s: float = 60.0,
         join_timeout_s: float = 60.0,
+        heartbeat_timeout_s: float | None = None,
         worker_timeout_s: float = 1800.0,
         allow_all_interfaces: bool = False,
     ) -> None:
@@ -71,12 +75,13 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
         require_seconds(
             stall_timeout_s=stall_timeout_s, join_timeout_s=join_timeout_s, worker_timeout_s=worker_timeout_s
         )
+        require_seconds_if_given(heartbeat_timeout_s=heartbeat_timeout_s)
         self._resolver: Resolver | None = None
         self._ray: RayWorkers | None = None
         if cluster is not None:
             _check_with_ray(cluster, devices, cluster_resolver, cross_device_ops)
             recipe = Recipe(cluster.num_workers, Exchange.TORCH, summed(gradients), unused, on_nonfinite)
-            self._ray = RayWorkers(cluster, join_timeout_s=join_timeout_s)
+            self._ray = RayWorkers(cluster, join_timeout_s=join_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
             atexit.register(weakref.finalize(self, self._ray.close))  # now, and so before Ray itself takes leave
             new = functools.partial(self._ray.new_replicas, recipe=recipe, stall_timeout_s=stall_timeout_s)
             super().__init__(self._ray.devices, new)
@@ -91,6 +96,7 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
             len(chosen),
             {"gradients": gradients, "unused": unused, "on_nonfinite": on_nonfinite},
             join_timeout_s=join_timeout_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
             worker_timeout_s=worker_timeout_s,
             allow_all_interfaces=allow_all_interfaces,
         )

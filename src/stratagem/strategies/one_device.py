@@ -1,8 +1,9 @@
 """One device, no replicas to agree with: the reference that every other strategy must equal."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 
@@ -11,11 +12,14 @@ from stratagem.collectives.one_replica import OneReplica
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
+from stratagem.devices.serving import hosting
 from stratagem.engine import context
 from stratagem.engine.context import ReplicaContext
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
-from stratagem.strategies.strategy import Strategy, require_call
+from stratagem.placement import scopes
+from stratagem.placement.home import at_home, compute
+from stratagem.strategies.strategy import Strategy
 
 
 class _Alone(Strategy):
@@ -34,17 +38,22 @@ class _Alone(Strategy):
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Calls `fn` here; returns what it returns."""
-        self._require_usable()
+        self.require_usable()
         context.require_controller("strategy.run()")
-        require_call(fn, args, kwargs)
+        self.require_call(fn, args, kwargs)
         arguments, keywords = per_replica.load_deferred(
             (per_replica.select(tuple(args), 0), per_replica.select(dict(kwargs or {}), 0))
         )
         context.state.replicas.append(ReplicaContext(0, OneReplica(), self))
         try:
-            return fn(*arguments, **keywords)
+            with self._at_home(), scopes.recording():
+                return compute(fn, arguments, keywords, ())
         finally:
             context.state.replicas.pop()
+
+    def _at_home(self) -> contextlib.AbstractContextManager[None]:
+        """A block of the replica, whose tensors are on the device."""
+        return at_home(self.devices[0], replica=0)
 
     def take(self, objects: Sequence[Any]) -> None:
         """Nothing needs to be distributed."""
@@ -53,7 +62,7 @@ class _Alone(Strategy):
         context.require_controller("strategy.close()")
         self._closed_at = self._closed_at or calling_line()
 
-    def _require_usable(self) -> None:
+    def require_usable(self) -> None:
         if self._closed_at is not None:
             raise StrategyError(f"{type(self).__name__} was closed at {self._closed_at}; make a new one")
 
@@ -83,15 +92,22 @@ class OneDeviceStrategy(_Alone):
         context.require_controller("OneDeviceStrategy()")
         super().__init__()
         self._device = this_process().resolve(device)
+        self._started = contextlib.ExitStack()
+        self._started.enter_context(hosting(self._device))
+        weakref.finalize(self, self._started.close)
+
+    def close(self) -> None:
+        super().close()
+        self._started.close()
 
     @property
     def devices(self) -> tuple[LogicalDevice, ...]:
         return (self._device,)
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator["OneDeviceStrategy"]:
+    def _opened(self) -> Iterator[Self]:
         """What is made inside is made on the device."""
-        with self._in_scope(), torch.device(self._device.torch_device):
+        with self._in_scope(), torch.device(self._device.torch_device), at_home(self._device):
             yield self
 
 
@@ -104,9 +120,16 @@ class DefaultStrategy(_Alone):
         return this_process().select()[:1]
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator["DefaultStrategy"]:
+    def _opened(self) -> Iterator[Self]:
         """Changes nothing."""
         yield self
+
+    def _at_home(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Changes nothing: there is one for the whole program, and it has nothing to end."""
+        context.require_controller("strategy.close()")
 
 
 _default = DefaultStrategy()
@@ -114,6 +137,25 @@ _default = DefaultStrategy()
 
 def get_strategy() -> Any:
     """The strategy of the scope or of the replica that the code is in; outside both, the default one."""
+    if context.state.merging:
+        return context.state.merging[-1]
     if context.state.replicas:
         return context.state.replicas[-1].strategy
     return context.state.scopes[-1] if context.state.scopes else _default
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The replica that the code runs in; `None` where it sees all replicas, as `in_cross_replica_context` says.
+
+    Outside all strategies the program is its only replica: `all_reduce`, `merge_call` and the others work there too.
+
+    Example:
+        >>> get_replica_context().all_reduce("sum", torch.tensor(2.0))
+        tensor(2.)
+    """
+    if context.in_cross_replica_context():
+        return None
+    return context.current_replica() or _alone
+
+
+_alone = ReplicaContext(0, OneReplica(), _default)

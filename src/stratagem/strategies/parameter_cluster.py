@@ -13,19 +13,23 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, NoReturn, Self, final
 
 import torch
 
 from stratagem._caller import calling_line
+from stratagem._turns import Turn
 from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.cluster.spec import EVALUATOR, PS, TRAINING, ClusterSpec
 from stratagem.collectives.one_replica import OneReplica
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
+from stratagem.devices.lookup import DeviceLike
 from stratagem.engine import context
 from stratagem.engine.context import ReplicaContext
+from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.random_numbers import seed_of
+from stratagem.engine.recipe import Recipe
 from stratagem.engine.served_variables import ServedVariables
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
@@ -37,37 +41,47 @@ from stratagem.parameters.network.server.client_requests import chief_of, number
 from stratagem.parameters.network.server.ps_server import ParameterServer
 from stratagem.parameters.network.shard_states import StateOfAll
 from stratagem.processes.allocator import keep_freed_memory, share_one_heap
-from stratagem.strategies.strategy import Strategy, require_call
+from stratagem.strategies.replicated import choose_exchange, driven_here
+from stratagem.strategies.strategy import Strategy
 
 # So often threads of a ps task may take turns: the one for sockets must not wait for updates.
 _SWITCH_S: Final = 5e-4
 
 
-def task_of(resolver: Resolver | None, options: Mapping[str, Any]) -> "ClusterTask":
+def has_servers(resolver: Resolver | None) -> bool:
+    """Whether this process is a task of a cluster with parameter servers."""
+    return resolver is not None and PS in resolver.cluster_spec().jobs
+
+
+def task_of(
+    resolver: Resolver | None, devices: Sequence[DeviceLike] | None, options: Mapping[str, Any]
+) -> "ClusterTask":
     """The strategy in this task; a ps task serves until training is done, and then ends the program.
 
     Raises:
-        StrategyError: This process is no task of a cluster with parameter servers, or an option is wrong.
+        StrategyError: This process is no task of a cluster with parameter servers, an option is wrong, or this task has
+            several devices.
     """
-    if resolver is None or PS not in resolver.cluster_spec().jobs:
+    if resolver is None or not has_servers(resolver):
+        jobs = "" if resolver is None else f", and this cluster has the jobs {', '.join(resolver.cluster_spec().jobs)}"
         raise StrategyError(
-            "ParameterServerStrategy needs num_workers=, the number of workers on this machine; it is left out only in "
-            "a task of a cluster with the job ps: stratagem run --workers 2 --ps 1, or TF_CONFIG"
+            f"ParameterServerStrategy needs num_workers= or devices=, the workers on this machine; both are left out "
+            f"only in a task of a cluster with the job ps{jobs or ': stratagem run --workers 2 --ps 1, or TF_CONFIG'}"
         )
     checked = ClusterOptions.of(**options)
     # All steps need the same memory again; threads of sockets take what the program frees, and the other way round.
     keep_freed_memory()
     share_one_heap()
     if resolver.task_type == PS and resolver.task_id is not None:
-        _serve(resolver.cluster_spec(), resolver.task_id)
-    return ClusterTask(resolver, checked)
+        _serve(resolver.cluster_spec(), resolver.task_id, checked)
+    return ClusterTask(resolver, checked, devices)
 
 
-def _serve(spec: ClusterSpec, index: int) -> NoReturn:
+def _serve(spec: ClusterSpec, index: int, options: ClusterOptions) -> NoReturn:
     sys.setswitchinterval(_SWITCH_S)
     if _is_near_workers(spec, index):
         torch.set_num_threads(1)  # more would wait for cores that workers compute on
-    with ParameterServer(spec, index) as server:
+    with ParameterServer(spec, index, heartbeat_timeout_s=options.heartbeat_timeout_s) as server:
 
         def end(number: int, frame: FrameType | None) -> None:
             server.stop()
@@ -96,17 +110,24 @@ class ClusterTask(Strategy):
     Args:
         resolver: Which task this is, and who else takes part.
         options: What all tasks agree on.
+        devices: Where it computes, with a replica on each; by default on all of the best kind. All tasks have as many.
     Raises:
         ClusterJoinError: A parameter server has not come.
         HandshakeError: Who answers at the address of a parameter server is none, or has another token.
     """
 
-    def __init__(self, resolver: Resolver, options: ClusterOptions) -> None:
+    def __init__(
+        self, resolver: Resolver, options: ClusterOptions, devices: Sequence[DeviceLike] | None = None
+    ) -> None:
         self._options = options
+        self._resolver = resolver
         self._spec = resolver.cluster_spec()
         self._job, self._index = resolver.task_type or "", resolver.task_id or 0
-        self._device = this_process().select()[:1]
-        self._tracker = Tracker()
+        found = this_process().select(devices)
+        self._devices = found[:1] if self._job == EVALUATOR else found
+        self._replicas = self._new_replicas() if len(self._devices) > 1 else None
+        self._tracker = Tracker() if self._replicas is None else self._replicas.distribution.tracker
+        self._turn = Turn()
         self._variables: ServedVariables | None = None
         self._restored: StateOfAll | None = None
         self._closed_at: str | None = None
@@ -121,15 +142,37 @@ class ClusterTask(Strategy):
                 self._job,
                 self._index,
                 join_timeout_s=options.join_timeout_s,
+                heartbeat_timeout_s=options.heartbeat_timeout_s,
                 compression=options.compression,
                 shares_memory=options.shares_memory,
+                num_devices=len(self._devices),
             ).connect()
+
+    def _new_replicas(self) -> LocalReplicas:
+        """Several devices: gradients are summed here, replica 0 pushes them, and all get the values that come back."""
+        recipe = Recipe(
+            len(self._devices),
+            choose_exchange("auto", self._devices),
+            on_nonfinite="apply",  # `ServedVariables` looks at them
+            kept_on="cpu",
+            by_servers=True,
+        )
+        # While a push waits for other tasks, replicas wait for it.
+        return driven_here(self._devices, recipe, 2 * self._options.stall_timeout_s)(self)
 
     # What this task is
 
     @property
     def devices(self) -> tuple[LogicalDevice, ...]:
-        return self._device
+        return self._devices
+
+    @property
+    def device(self) -> torch.device:
+        return self._devices[0].torch_device  # other replicas have a strategy of their own
+
+    @property
+    def global_rank(self) -> int:
+        return self.replicas_here.start
 
     @property
     def task(self) -> str:
@@ -138,20 +181,25 @@ class ClusterTask(Strategy):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        return 1 if self._client is None else len(self._training)
+        return self.input_pipeline[0] * len(self._devices)
 
     @property
     def replicas_here(self) -> range:
-        first = 0 if self._client is None else self._training.index(self.task)
-        return range(first, first + 1)
+        first = self.input_pipeline[1] * len(self._devices)
+        return range(first, first + len(self._devices))
 
     @property
     def input_pipeline(self) -> tuple[int, int]:
-        return self.num_replicas_in_sync, self.replicas_here.start
+        return (1, 0) if self._client is None else (len(self._training), self._training.index(self.task))
 
     @property
     def is_chief(self) -> bool:
         return self.task == chief_of(self._spec)
+
+    @property
+    def cluster_resolver(self) -> Resolver:
+        """Who takes part in the training, and which task this is."""
+        return self._resolver
 
     @property
     def is_in_step(self) -> bool:
@@ -166,7 +214,7 @@ class ClusterTask(Strategy):
         """How many pushes of this task had missed how many others, under its number among those that train."""
         if self._variables is None:
             return {}
-        return {self.replicas_here.start: dict(sorted(self._variables.staleness.items()))}
+        return {self.input_pipeline[1]: dict(sorted(self._variables.staleness.items()))}
 
     def write_staleness(self, writer: Any, global_step: int) -> None:
         """Adds the staleness of this task's pushes to TensorBoard: a histogram, and its mean.
@@ -204,24 +252,33 @@ class ClusterTask(Strategy):
     # Training
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator["ClusterTask"]:
+    def _opened(self) -> Iterator[Self]:
         """What is made inside is kept by the parameter servers; the chief's first values count."""
-        with self._in_scope(), self._tracker.watch(), torch.device(self._device[0].torch_device):
+        if self._replicas is not None:
+            self._replicas.begin()
+        placed = contextlib.nullcontext() if self._replicas is not None else torch.device(self.device)
+        with self._in_scope(), self._tracker.watch(), placed:
             yield self
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Calls `fn` in this task, with its part of distributed values; returns what it returns."""
-        self._require_usable()
+        self.require_usable()
         context.require_controller("strategy.run()")
-        require_call(fn, args, kwargs)
+        self.require_call(fn, args, kwargs)
+        with self._turn.taken("strategy.run()"):
+            return self._run(fn, tuple(args), dict(kwargs or {}))
+
+    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._begin()
-        arguments, keywords = per_replica.load_deferred(
-            (per_replica.select(tuple(args), 0), per_replica.select(dict(kwargs or {}), 0))
-        )
         counts = per_replica.counts_of(args, kwargs)
         if self._variables is not None:
-            self._variables.weight = counts[0] if counts else 1
-        context.state.replicas.append(ReplicaContext(self.replicas_here.start, OneReplica(), self))
+            self._variables.weight = sum(counts) if counts else 1
+        if self._replicas is not None:
+            return self._replicas.run(fn, args, kwargs)
+        arguments, keywords = per_replica.load_deferred((per_replica.select(args, 0), per_replica.select(kwargs, 0)))
+        share = 0.0 if counts is not None and not counts[0] else 1.0 / self.num_replicas_in_sync
+        own = ReplicaContext(self.global_rank, OneReplica(), self, share=share)
+        context.state.replicas.append(own)
         try:
             return fn(*arguments, **keywords)
         finally:
@@ -236,7 +293,7 @@ class ClusterTask(Strategy):
         Raises:
             ParameterServerLostError: One of them is gone.
         """
-        self._require_usable()
+        self.require_usable()
         self._begin()
         if self._client is None:
             raise StrategyError("an evaluator has no parameter servers to ask; it reads checkpoints")
@@ -258,10 +315,18 @@ class ClusterTask(Strategy):
 
     def pull(self) -> None:
         """Fetches the newest values of all variables into the model, for example to evaluate it."""
-        self._require_usable()
+        self.require_usable()
         self._begin()
         if self._variables is not None:
             self._variables.pull_all()
+
+    def _meet(self) -> None:
+        """Waits for all other tasks that train; then this one has the newest values. An evaluator waits for nobody."""
+        if self._client is not None:
+            with self._turn.taken("strategy.barrier()"):
+                self._begin()
+                self._client.meet()
+                self.pull()
 
     def close(self) -> None:
         """Leaves the parameter servers. When the chief does, and all others have, they end."""
@@ -276,27 +341,39 @@ class ClusterTask(Strategy):
         raise StrategyError("parameter servers come back only with all tasks: stratagem run --max-restarts")
 
     def call_in_children(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """There are none."""
+        if self._replicas is not None and self._closed_at is None:
+            self._replicas.start()
+            self._replicas.ask_children(function, *arguments)
 
     def _begin(self) -> None:
         """Before the first run: agrees with all on the variables."""
         if self._client is None:
             return
-        if self._variables is not None:
-            self._variables.require_same(self._tracker.take())
-            return
         made = self._tracker.take()
+        if self._replicas is not None:
+            self._tracker.put_back(made)  # they are given all of it
+        if self._variables is not None:
+            self._variables.require_same(made)
+            return
         try:
             variables = ServedVariables(
                 self._client,
                 made,
-                rank=self.replicas_here.start,
-                partitioner=self._options.partitioner,
+                rank=self.input_pipeline[1],
+                partitioner=self._options.variable_partitioner,
                 on_nonfinite=self._options.on_nonfinite,
             )
-            variables.define(is_chief=self.is_chief, state=self._restored, pacing=self._pacing)
+            has_replicas = self._replicas is not None
+            if self._replicas is not None:  # before it is changed into what only this process can have
+                own = self._replicas.start()
+                self._replicas.distribution.bring_up_to_date(own)
+                own.update_elsewhere = variables.update
+            variables.define(
+                is_chief=self.is_chief, state=self._restored, pacing=self._pacing, has_replicas=has_replicas
+            )
         except BaseException:
-            self._tracker.put_back(made)
+            if self._replicas is None:
+                self._tracker.put_back(made)
             raise
         self._variables, self._restored = variables, None
 
@@ -315,8 +392,10 @@ class ClusterTask(Strategy):
                 self._variables.let_go()
             if self._client is not None:
                 self._client.close(is_done=is_done)
+            if self._replicas is not None:
+                self._replicas.close() if is_done else self._replicas.end()
 
-    def _require_usable(self) -> None:
+    def require_usable(self) -> None:
         if self._closed_at is not None:
             raise StrategyError(f"this strategy was closed at {self._closed_at}; make a new one")
 

@@ -8,10 +8,14 @@ from typing import Any, final
 from stratagem import _tree
 from stratagem._checks import require_seconds
 from stratagem.cluster.resolvers.detection import found
+from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.devices.device import LogicalDevice
+from stratagem.devices.device_spec import CPU
 from stratagem.devices.division import split_cores
 from stratagem.devices.inventory import this_process
+from stratagem.devices.lookup import DeviceLike
 from stratagem.engine import context
+from stratagem.engine.joining_machines import require_resolver
 from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.queued.pending_results import is_pending, mapped, pending
 from stratagem.engine.queued.worker import WorkerSettings
@@ -19,14 +23,14 @@ from stratagem.engine.queued.workers import ParameterWorkers
 from stratagem.engine.recipe import Recipe
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
-from stratagem.objects.per_replica import PerReplica
 from stratagem.parameters import staleness
 from stratagem.parameters.consistency import Async, BoundedStaleness, Consistency, Synchronous
 from stratagem.parameters.local.board import MAX_SHARDS, MAX_WORKERS
 from stratagem.parameters.network.options import OF_CLUSTERS
 from stratagem.processes.region import hidden_pages
-from stratagem.strategies.parameter_cluster import ClusterTask, task_of
+from stratagem.strategies.parameter_cluster import ClusterTask, has_servers, task_of
 from stratagem.strategies.replicated import Replicated, choose_exchange, driven_here
+from stratagem.strategies.strategy_in_worker import StrategyInWorker
 
 
 @final
@@ -43,10 +47,16 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
     shared memory, in which a step may be half applied: call `model.state_dict()` first. Nothing changes from then until
     the next call of the strategy.
 
+    Workers compute on the devices of this machine, one on each: accelerators before the CPU. Variables lie in memory of
+    the host.
+
     Args:
         num_workers: How many child processes compute. In a task of a cluster with the job ps it is left out: each
-            worker task then runs its own loop, and ps tasks serve (`parameter_cluster`).
+            worker task then runs its own loop, and ps tasks serve (`parameter_cluster`). There, as in TensorFlow, it
+            may be a cluster resolver, and `variable_partitioner=` cuts large variables.
         num_ps: Into how many shards variables are divided; a push locks those that it touches.
+        devices: Where the workers compute, one on each; by default on the first of the best kind. If the CPU has too
+            few logical devices, its cores are divided anew.
         consistency: `Async()`, `BoundedStaleness(k)` or `Synchronous(backup_workers=b)`.
         on_nonfinite: What a gradient that is not finite does to its push: `skip`, `raise` or `apply`.
         torn_reads: Whether workers compute with shared values that others may be changing at that moment, as
@@ -67,20 +77,39 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
         >>> strategy.close()
     """
 
-    def __new__(cls, num_workers: int | None = None, *args: Any, **options: Any) -> Any:
+    def __new__(
+        cls,
+        num_workers: int | Resolver | None = None,
+        *args: Any,
+        cluster_resolver: Resolver | None = None,
+        devices: Sequence[DeviceLike] | None = None,
+        **options: Any,
+    ) -> Any:
         """In a task of a cluster with the job ps, without `num_workers`: the strategy of that task."""
-        if num_workers is None:
-            context.require_controller("ParameterServerStrategy()")
-            return task_of(found().resolver, options)
+        context.require_controller("ParameterServerStrategy()")
+        given = num_workers if isinstance(num_workers, Resolver) else cluster_resolver
+        if given is not None:
+            if num_workers not in (None, given):
+                raise StrategyError(
+                    f"num_workers= is for workers of this machine and cluster_resolver= for a task of a cluster; give "
+                    f"one of them, got {num_workers!r} and {given!r}"
+                )
+            options |= dict(zip(("variable_partitioner",), args, strict=bool(args)))  # TensorFlow's second argument
+            return task_of(require_resolver(given), devices, options)
+        if num_workers is None and (devices is None or has_servers(found().resolver)):
+            return task_of(found().resolver, devices, options)
         if wrong := next((name for name in options if name in OF_CLUSTERS), None):
-            raise StrategyError(f"{wrong} is for tasks of a cluster; with num_workers= leave it out")
+            raise StrategyError(
+                f"{wrong} is for tasks of a cluster; workers of this machine share one memory, so leave it out"
+            )
         return super().__new__(cls)
 
     def __init__(
         self,
-        num_workers: int,
+        num_workers: int | None = None,
         num_ps: int = 1,
         *,
+        devices: Sequence[DeviceLike] | None = None,
         consistency: Consistency | None = None,
         on_nonfinite: str = "skip",
         torn_reads: bool = False,
@@ -90,7 +119,8 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
         verbose: bool = False,
     ) -> None:
         context.require_controller("ParameterServerStrategy()")
-        _require_count("num_workers", num_workers, MAX_WORKERS)
+        chosen_devices = worker_devices(num_workers, devices)
+        num_workers = len(chosen_devices)
         _require_count("num_ps", num_ps, MAX_SHARDS)
         require_seconds(stall_timeout_s=stall_timeout_s, restart_window_s=restart_window_s)
         if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
@@ -106,8 +136,8 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
                 f"have more workers"
             )
         recipe = Recipe(num_workers, on_nonfinite=on_nonfinite)
-        devices = worker_devices(num_workers)
         self.consistency = chosen
+        self._given_devices = devices
         self.num_workers = num_workers
         self.verbose = verbose
         # With all gradients of each step, workers are replicas that agree after every step: what is made for that is
@@ -115,20 +145,22 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
         self._is_lockstep = isinstance(chosen, Synchronous) and not chosen.backup_workers
         new_replicas: Callable[[Any], LocalReplicas | ParameterWorkers]
         if self._is_lockstep:
-            recipe = dataclasses.replace(recipe, exchange=choose_exchange("auto", devices))
-            new_replicas = driven_here(devices, recipe, stall_timeout_s)
+            recipe = dataclasses.replace(recipe, exchange=choose_exchange("auto", chosen_devices))
+            new_replicas = driven_here(chosen_devices, recipe, stall_timeout_s)
         else:
             _require_page_map()
+            _require_host_for(torn_reads, chosen_devices)
             new_replicas = functools.partial(
                 ParameterWorkers,
-                devices=devices,
+                devices=chosen_devices,
                 num_shards=num_ps,
                 settings=WorkerSettings(chosen, on_nonfinite, torn_reads, stall_timeout_s),
                 stall_timeout_s=stall_timeout_s,
                 max_restarts=max_restarts,
                 restart_window_s=restart_window_s,
+                in_worker=StrategyInWorker,
             )
-        super().__init__(devices if isinstance(chosen, Synchronous) else devices[:1], new_replicas)
+        super().__init__(chosen_devices if isinstance(chosen, Synchronous) else chosen_devices[:1], new_replicas)
 
     @property
     def workers(self) -> ParameterWorkers:
@@ -140,18 +172,18 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
             )
         return self._replicas
 
-    def reduce(self, op: str, value: Any, *, weighted: bool = True) -> Any:
+    def reduce(self, op: str, value: Any, axis: int | None = None, *, weighted: bool = True) -> Any:
         """One value of the values of a step; of one under way, a value that waits when it is read."""
-        per_replica.require_op(op)
-        return mapped(functools.partial(super().reduce, op, weighted=weighted), value)
+        op = per_replica.require_op(op)
+        return mapped(functools.partial(super().reduce, op, axis=axis, weighted=weighted), value)
 
-    def gather(self, value: Any, axis: int = 0) -> Any:
+    def gather(self, value: Any, axis: int = 0, *, pad: float | None = None) -> Any:
         """The tensors of a step; of one under way, a value that waits when it is read."""
-        return mapped(functools.partial(super().gather, axis=axis), value)
+        return mapped(functools.partial(super().gather, axis=axis, pad=pad), value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """The values of a step, as a tuple; of one under way, a tuple that waits when somebody looks into it."""
-        return pending(_as_tuple, value) if is_pending(value) else _as_tuple(value)
+        return pending(per_replica.local_results, value) if is_pending(value) else per_replica.local_results(value)
 
     def is_ready(self, value: Any) -> bool:
         if not self._is_lockstep and is_pending(value):
@@ -163,6 +195,10 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
         if self._is_lockstep:
             super().call_in_children(function, *arguments)
 
+    def _meet(self) -> None:
+        if not self._is_lockstep:
+            self.workers.finish_all()
+
     def resize(self, num_workers: int) -> None:
         """Adds workers to those that train, or lets some go once they have done what they have.
 
@@ -170,11 +206,11 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
             num_workers: How many there shall be.
         """
         context.require_controller("strategy.resize()")
-        _require_count("num_workers", num_workers, MAX_WORKERS)
+        devices = worker_devices(num_workers, self._given_devices and self._given_devices[:num_workers])
         if isinstance(self.consistency, Synchronous):
             raise StrategyError("with Synchronous() each worker has its part of every step; resize an asynchronous one")
         self.workers.require_usable()
-        self.workers.resize(worker_devices(num_workers))
+        self.workers.resize(devices)
         self.num_workers = num_workers
 
     def staleness(self) -> dict[int, dict[int, int]]:
@@ -213,21 +249,45 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
 ParameterServerStrategy.register(ClusterTask)  # what `isinstance` says in every task of a cluster
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    sizes = [len(each) for each in _tree.leaves(value) if isinstance(each, PerReplica)]
-    return tuple(per_replica.select(value, place) for place in range(sizes[0])) if sizes else (value,)
+def worker_devices(num_workers: int | None, devices: Sequence[DeviceLike] | None = None) -> list[LogicalDevice]:
+    """A device for each worker: those that are given, or the first of the best kind.
 
+    If the CPU has too few logical devices, its cores are divided anew.
 
-def worker_devices(num_workers: int) -> list[LogicalDevice]:
-    """A share of the CPU for each worker: logical devices if there are enough, else their cores divided anew."""
-    cpus: Sequence[LogicalDevice] = this_process().logical("CPU")
-    if len(cpus) >= num_workers:
-        return list(cpus[:num_workers])
-    cores = tuple(sorted({core for cpu in cpus for core in cpu.cores}))
+    Raises:
+        StrategyError: There are fewer devices than workers, or others are given than there are workers.
+    """
+    chosen = this_process().select(devices)
+    if num_workers is None:
+        num_workers = len(chosen)
+    _require_count("num_workers", num_workers, MAX_WORKERS)
+    names = ", ".join(device.name for device in chosen)
+    if devices is not None and len(chosen) != num_workers:
+        raise StrategyError(
+            f"each worker has a device of its own, got num_workers={num_workers} and {len(chosen)} devices: {names}; "
+            f"give one of the two, or as many devices"
+        )
+    if len(chosen) >= num_workers:
+        return list(chosen[:num_workers])
+    if (kind := chosen[0].device_type) != CPU:
+        raise StrategyError(
+            f"each worker has a {kind} of its own, and there are {len(chosen)} for {num_workers} workers: {names}; ask "
+            f"for fewer workers, or compute on the CPU: sg.config.set_visible_devices([], {kind!r})"
+        )
+    cores = tuple(sorted({core for cpu in chosen for core in cpu.cores}))
     return [
-        dataclasses.replace(cpus[0], index=number, cores=own, num_threads=len(own))
+        dataclasses.replace(chosen[0], index=number, cores=own, num_threads=len(own))
         for number, own in enumerate(split_cores(cores, num_workers))
     ]
+
+
+def _require_host_for(torn_reads: bool, devices: Sequence[LogicalDevice]) -> None:
+    elsewhere = next((device.name for device in devices if device.torch_device.type != "cpu"), None)
+    if torn_reads and elsewhere is not None:
+        raise StrategyError(
+            f"torn_reads=True lets workers compute with the memory that all share, which {elsewhere} does not see; "
+            f"leave it out"
+        )
 
 
 def _require_page_map() -> None:

@@ -7,9 +7,9 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from stratagem import _tree
+from stratagem import _tree, inputs
 from stratagem._caller import warn_caller
 from stratagem._checks import require_seconds
 from stratagem.cluster.resolvers.detection import found
@@ -25,8 +25,9 @@ from stratagem.engine.recipe import Exchange, Recipe
 from stratagem.engine.sync import SumGradients
 from stratagem.errors import StratagemError, StratagemWarning, StrategyError
 from stratagem.objects.per_replica import PerReplica
+from stratagem.placement.home import at_home
 from stratagem.processes.region import hidden_pages
-from stratagem.strategies.strategy import Strategy, require_call
+from stratagem.strategies.strategy import Strategy
 
 D = TypeVar("D", bound=Driver)
 
@@ -78,21 +79,38 @@ class Replicated(Strategy, Generic[D]):
         if self._workers:
             self._together(self._workers.draw_alike)
 
+    def compare_data(self, told: inputs.Told) -> None:
+        if self._workers:
+            self._together(self._workers.compare_data, told)
+
     def is_any(self, has_data: bool) -> bool:
         return self._together(self._workers.is_any, has_data) if self._workers else has_data
 
+    def _meet(self) -> None:
+        self.is_any(True)
+
     @contextlib.contextmanager
-    def scope(self) -> Iterator["Replicated[D]"]:
-        """What is made inside is distributed; the first time, the replicas are started."""
+    def _opened(self) -> Iterator[Self]:
+        """The first time, the replicas are started."""
         with self._in_scope():
-            self._replicas.begin()
-            with self._replicas.distribution.tracker.watch():
+            with self._replicas.in_turn("strategy.scope()"):
+                self._replicas.begin()
+            home = self._variables_on()
+            with self._replicas.distribution.tracker.watch(), at_home(home) if home else contextlib.nullcontext():
                 yield self
+
+    def _variables_on(self) -> LogicalDevice | None:
+        """Where variables are in the main program; `None` for the memory of the host."""
+        return self.devices[0]
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         context.require_controller("strategy.run()")
-        require_call(fn, args, kwargs)
+        self.require_call(fn, args, kwargs)
         return self._replicas.run(fn, tuple(args), dict(kwargs or {}))
+
+    def _hold_back(self) -> contextlib.AbstractContextManager[None]:
+        self.require_usable()
+        return self._replicas.no_sync()
 
     def take(self, objects: Sequence[Any]) -> None:
         self._replicas.distribution.tracker.note(*objects)
@@ -103,26 +121,27 @@ class Replicated(Strategy, Generic[D]):
 
     def revive(self) -> None:
         if self._workers is not None:
-            self._require_usable()  # a worker comes back with its process: `stratagem run --max-restarts`
+            self.require_usable()  # a worker comes back with its process: `stratagem run --max-restarts`
         elif self._replicas.closed_at is not None:
             self._replicas = self._new_replicas(self)
 
     def tell_others(self, error: BaseException) -> None:
         self._replicas.tell_others(error)
 
-    def _require_usable(self) -> None:
+    def require_usable(self) -> None:
         self._replicas.require_usable()
 
     def call_in_children(self, function: Callable[..., Any], *arguments: Any) -> None:
         if self._replicas.closed_at is None:
-            self._replicas.start()
-            self._replicas.ask_children(function, *arguments)
+            with self._replicas.in_turn("a call in all replicas"):
+                self._replicas.start()
+                self._replicas.ask_children(function, *arguments)
 
     def _map(self, function: Callable[[PerReplica], Any], value: Any) -> Any:
         """The function on the values of the replicas of all workers, each of which must come here."""
         if self._workers is None:
             return super()._map(function, value)
-        self._require_usable()
+        self.require_usable()
         everyones = self._workers.everyones
 
         def joined(each: Any) -> Any:
@@ -132,7 +151,7 @@ class Replicated(Strategy, Generic[D]):
 
     def _together(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Does something that all workers do at the same time; if it fails, nothing can be done any more."""
-        self._require_usable()
+        self.require_usable()
         with self._replicas.with_workers():
             return function(*arguments)
 

@@ -5,22 +5,27 @@ replicas agree is each strategy's own.
 """
 
 import contextlib
+import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self, final
 
 import torch
 
-from stratagem import _integrations, _tree, inputs
+from stratagem import _integrations, _tensorflow_names, _tree, inputs
+from stratagem._checks import StaysHere, require_count
+from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.devices.device import LogicalDevice
 from stratagem.engine import context
 from stratagem.engine.strategy_in_replica import no_sync_here
 from stratagem.errors import PreemptedExit, StrategyError
 from stratagem.objects import per_replica
 from stratagem.objects.per_replica import PerReplica
+from stratagem.processes.numbered import plain
 
 
-class Strategy(ABC):
+class Strategy(StaysHere, ABC):
     """Where variables live, and when replicas agree."""
 
     @property
@@ -28,9 +33,15 @@ class Strategy(ABC):
     def devices(self) -> tuple[LogicalDevice, ...]:
         """Where the replicas compute, in their order."""
 
+    def scope(self) -> contextlib.AbstractContextManager[Self]:
+        """What is made inside is distributed. What this returns can be entered again and again."""
+        context.require_controller(f"{type(self).__name__}.scope()")
+        self.require_usable()
+        return _Scope(self._opened)
+
     @abstractmethod
-    def scope(self) -> contextlib.AbstractContextManager["Strategy"]:
-        """What is made inside is distributed."""
+    def _opened(self) -> contextlib.AbstractContextManager[Self]:
+        """A scope that can be entered once."""
 
     @abstractmethod
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -66,7 +77,7 @@ class Strategy(ABC):
     @property
     def global_rank(self) -> int:
         """The number of this replica, in PyTorch's word; 0 in the main program."""
-        replica = context.get_replica_context()
+        replica = context.current_replica()
         return replica.replica_id_in_sync_group if replica else self.replicas_here.start
 
     @property
@@ -80,6 +91,11 @@ class Strategy(ABC):
         return 1, 0
 
     @property
+    def cluster_resolver(self) -> Resolver | None:
+        """Who takes part in the training, and which task this is; `None` for a strategy of one machine."""
+        return None
+
+    @property
     def is_chief(self) -> bool:
         """Whether this program does what is to be done once: saving, logging."""
         return True
@@ -89,8 +105,11 @@ class Strategy(ABC):
         """Whether programs that train together take all steps together; else each has results of its own."""
         return True
 
-    def draw_alike(self) -> None:  # noqa: B027  # most have nobody else
+    def draw_alike(self) -> None:  # most have nobody else
         """Lets all programs that train together draw the same random numbers from here on; all ask at the same time."""
+
+    def compare_data(self, told: inputs.Told) -> None:  # most have nobody else
+        """Raises the error of programs that train together with different data; all tell of theirs at the same time."""
 
     def is_any(self, has_data: bool) -> bool:
         """Whether any of the programs that train together still has data; all ask at the same time."""
@@ -109,6 +128,8 @@ class Strategy(ABC):
         shuffle: bool = False,
         uneven: str = "allow",
         auto_shard: str = "data",
+        batch_dim: inputs.BatchDim = 0,
+        prefetch: bool = False,
     ) -> inputs.Distributed:
         """Gives each replica its slice of every global batch.
 
@@ -116,8 +137,9 @@ class Strategy(ABC):
         padding. Each iteration over the result is one epoch.
 
         Args:
-            data: A DataLoader, a Dataset, tensors or arrays, any iterable of global batches, or a
-                function that makes one.
+            data: A DataLoader, a Dataset (also of Hugging Face), tensors, arrays or tables of pandas or polars (whose
+                batches are dicts of columns), any iterable of global batches, a tf.data dataset (which gives tensors),
+                or a function that makes an iterable.
             global_batch_size: For a Dataset, tensors or arrays: how many examples make a batch.
             shuffle: For the same: whether each epoch has a new order.
             uneven: `allow` replicas to get one example more than others or none, or make that an `error`.
@@ -126,6 +148,11 @@ class Strategy(ABC):
                 each has is its own already. In the last two cases batches are those of one machine:
                 `global_batch_size` examples, or what the loader yields, on each, so that a step takes as many times
                 more examples as there are machines.
+            batch_dim: The dimension along which batches have their examples: `1` for sequence-first batches; or by key,
+                name or position, `{"src": 1, "tgt": 1, "label": 0}`. Batches that replicas load by index are not cut.
+            prefetch: For iterables, generators and functions: whether a thread reads the next batch while replicas
+                compute; not where reading draws from the random numbers of torch, numpy or Python. What replicas load
+                by index is read ahead anyway.
 
         Example, with files (one worker of two gets `part-0` and `part-2`)::
 
@@ -141,6 +168,8 @@ class Strategy(ABC):
             for batch in strategy.distribute(loader, auto_shard="file"):
                 ...
         """
+        context.require_controller("strategy.distribute()")
+        self.require_usable()
         return inputs.distribute(
             data,
             self,
@@ -148,16 +177,26 @@ class Strategy(ABC):
             shuffle=shuffle,
             uneven=uneven,
             auto_shard=auto_shard,
+            batch_dim=batch_dim,
+            prefetch=prefetch,
         )
 
-    def distribute_from_function(self, fn: Callable[[inputs.InputContext], Any]) -> inputs.Distributed:
-        """The same for a function that makes the batches of single replicas, given its `InputContext`."""
-        return inputs.distribute_from_function(fn, self)
+    def distribute_from_function(
+        self, fn: Callable[[inputs.InputContext], Any], *, batch_dim: inputs.BatchDim = 0
+    ) -> inputs.Distributed:
+        """The same for a function that makes the batches of single replicas, given its `InputContext`.
+
+        Batches may be single examples, too: a part that is a single number (a label), or parts whose first dimensions
+        differ, say so, and each counts as one.
+        """
+        context.require_controller("strategy.distribute_from_function()")
+        self.require_usable()
+        return inputs.distribute_from_function(fn, self, batch_dim=batch_dim)
 
     def adopt(self, *objects: Any) -> None:
         """Distributes modules and optimizers that were made outside the scope."""
         context.require_controller("strategy.adopt()")
-        self._require_usable()
+        self.require_usable()
         require_adoptable(objects)
         self.take(objects)
 
@@ -169,7 +208,7 @@ class Strategy(ABC):
     def call_in_children(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Calls a function of the library in every child; nothing once the strategy is closed."""
 
-    def revive(self) -> None:  # noqa: B027  # many have nothing to lose
+    def revive(self) -> None:  # many have nothing to lose
         """After a `LostError`: makes the strategy usable again, with new processes in the place of those lost.
 
         What was distributed before has become plain; what is made in a scope from now on is distributed. Nothing
@@ -178,51 +217,90 @@ class Strategy(ABC):
 
     def global_batch_size(self, per_replica_batch_size: int) -> int:
         """The global batch that gives every replica so many examples."""
-        if not isinstance(per_replica_batch_size, int) or per_replica_batch_size < 1:
-            raise StrategyError(f"a batch has a whole number of examples from 1 up, got {per_replica_batch_size!r}")
+        require_count(per_replica_batch_size=per_replica_batch_size)
         return per_replica_batch_size * self.num_replicas_in_sync
 
-    def reduce(self, op: str, value: Any, *, weighted: bool = True) -> Any:
+    def reduce(self, op: str, value: Any, axis: int | None = None, *, weighted: bool = True) -> Any:
         """One value of the values of all replicas.
 
         Args:
             op: `sum`, `mean`, `max` or `min`.
-            value: What `run` returned, in any nesting.
+            value: What `run` returned, in any nesting. A value that is the same for all replicas has no sum here.
+            axis: Along which the tensors of all replicas are joined and reduced, as with `axis=0` to one value of all
+                rows; without it, one tensor of the same shape is made of one of each replica.
             weighted: A mean counts each replica by its examples, so that it is the mean over the
                 global batch; without it, replicas count alike.
         """
-        return self._map(lambda each: per_replica.reduce(op, each, weighted=weighted), value)
+        context.require_controller("strategy.reduce()")
+        op = per_replica.require_op(op)
+        if op == "sum":
+            self._require_per_replica("reduce('sum')", value)
+        return self._map(lambda each: per_replica.reduce(op, each, axis, weighted=weighted), value)
 
-    def gather(self, value: Any, axis: int = 0) -> Any:
-        """The tensors of all replicas, one after the other along an axis."""
-        return self._map(lambda each: per_replica.gather(each, axis), value)
+    def gather(self, value: Any, axis: int = 0, *, pad: float | None = None) -> Any:
+        """The tensors of all replicas that have examples, one after the other along an axis.
+
+        Args:
+            value: What `run` returned or `distribute` yielded, in any nesting.
+            axis: Along which tensors are joined.
+            pad: What fills tensors that are shorter than others along another axis, such as sequences of which each
+                replica has padded its own; without it, that is an error.
+        """
+        context.require_controller("strategy.gather()")
+        self._require_per_replica("gather", value)
+        return self._map(lambda each: per_replica.gather(each, axis, pad), value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of all replicas of this process, as a tuple."""
-        leaves = _tree.leaves(value, is_leaf=_is_per_replica)
-        if not any(map(_is_per_replica, leaves)):
-            return (value,)
-        return tuple(per_replica.load_deferred(per_replica.select(value, place)) for place in range(len(self.devices)))
+        """The values of all replicas of this process that have examples, as a tuple."""
+        context.require_controller("strategy.local_results()")
+        return per_replica.local_results(value)
 
     def is_ready(self, value: Any) -> bool:
         """Whether what `run` returned can be read without waiting."""
         return True
 
-    def synchronize(self) -> None:  # noqa: B027  # most replicas never differ
+    def synchronize(self) -> None:  # most replicas never differ
         """Brings replicas to one state, where a strategy lets them differ for some steps."""
+
+    def barrier(self) -> None:
+        """Waits until all programs that train together have come here, and all steps that they began are done.
+
+        For what one of them does for all, such as the last checkpoint: without it, steps that are under way elsewhere
+        would be missing. Every program calls it; those that have ended are not waited for.
+        """
+        context.require_controller("strategy.barrier()")
+        self.require_usable()
+        self._meet()
+
+    def _meet(self) -> None:  # most have nobody else, and have done a step when `run` returns
+        """Waits for other programs, and for steps under way."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside the block, in a replica, backward passes only add up this replica's own gradients."""
-        with no_sync_here():
+        """Inside the block, backward passes only add up each replica's own gradients.
+
+        In the function of a run, or in the main program around runs:
+
+            for number, batch in enumerate(batches):
+                with strategy.no_sync() if number + 1 < len(batches) else contextlib.nullcontext():
+                    strategy.run(backward, args=batch)
+            strategy.run(update)
+        """
+        with self._hold_back() if context.current_replica() is None else no_sync_here():
             yield
+
+    def _hold_back(self) -> contextlib.AbstractContextManager[None]:
+        """A block around runs that leave every replica its own gradients."""
+        return contextlib.nullcontext()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints once, however many replicas come here."""
         if self.global_rank == 0:
-            print(*args, **kwargs)
+            print(*args, **{"file": plain(sys.stdout), **kwargs})
 
-    def __enter__(self) -> "Strategy":
+    def __enter__(self) -> Self:
+        context.require_controller("with strategy")
+        self.require_usable()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -230,8 +308,17 @@ class Strategy(ABC):
             self.tell_others(error)
         self.close()
 
-    def tell_others(self, error: BaseException) -> None:  # noqa: B027  # most have nobody else
+    def tell_others(self, error: BaseException) -> None:  # most have nobody else
         """Tells programs that train together with this one that it cannot go on."""
+
+    def _require_per_replica(self, what: str, value: Any) -> None:
+        """Refuses a value that is not one of each replica, where it matters how often it counts."""
+        plain = [each for each in _tree.leaves(value, is_leaf=_is_per_replica) if not _is_per_replica(each)]
+        if plain and self.num_replicas_in_sync > 1 and self.is_in_step:  # else run returns what this program has
+            raise StrategyError(
+                f"{what} takes what run returned, with a value of each of {self.num_replicas_in_sync} replicas, got "
+                f"{type(plain[0]).__name__} {plain[0]!r}; return it from the function of run, or use it as it is"
+            )
 
     def _map(self, function: Callable[[PerReplica], Any], value: Any) -> Any:
         return _tree.map(
@@ -240,14 +327,48 @@ class Strategy(ABC):
             is_leaf=_is_per_replica,
         )
 
+    def require_call(self, fn: Any, args: Any, kwargs: Any) -> None:
+        """Refuses what is not a function with its arguments, and values of another strategy's replicas."""
+        if not callable(fn):
+            raise StrategyError(f"run calls a function in every replica, got {type(fn).__name__} {fn!r}")
+        if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+            raise StrategyError(
+                f"run calls a function that has done its work when it returns, got {fn.__name__} with yield or async; "
+                f"return the values, in a list if there are several"
+            )
+        if not isinstance(args, tuple | list):
+            raise StrategyError(
+                f"args is a tuple of arguments, got {type(args).__name__}; write run(step, args=(x, y)), or args=(x,)"
+            )
+        if kwargs is not None and not isinstance(kwargs, dict):
+            raise StrategyError(f"kwargs is a dict of keyword arguments, got {type(kwargs).__name__} {kwargs!r}")
+        if kwargs and not all(isinstance(name, str) for name in kwargs):
+            raise StrategyError(f"kwargs has the names of arguments as its keys, got {list(kwargs)!r}")
+        for each in _tree.leaves((args, kwargs), is_leaf=_is_per_replica):
+            if isinstance(each, inputs.Pass | inputs.Distributed):
+                raise StrategyError(
+                    "run takes a batch, and was given distributed data or an iterator over it, which the main program "
+                    "reads; take the batch before: strategy.run(step, args=(next(iterator),)), once for each step"
+                )
+            if _is_per_replica(each) and len(each) != len(self.replicas_here):
+                raise StrategyError(
+                    f"{type(self).__name__} has {len(self.replicas_here)} replica(s) here, and was given values of a "
+                    f"strategy with {len(each)}: rows would be lost or missing; use the strategy whose distribute made "
+                    f"the batch, or distribute the data with this one"
+                )
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not found otherwise may be called so in TensorFlow."""
+        return _tensorflow_names.of_strategy(self, name)
+
     @abstractmethod
-    def _require_usable(self) -> None:
+    def require_usable(self) -> None:
         """Refuses use after the end."""
 
     @contextlib.contextmanager
     def _in_scope(self) -> Iterator["Strategy"]:
         """Makes this the strategy of the block; another strategy's scope must not be open."""
-        self._require_usable()
+        self.require_usable()
         context.require_controller(f"{type(self).__name__}.scope()")
         outer = context.state.scopes[-1] if context.state.scopes else None
         if outer is not None and outer is not self:
@@ -264,14 +385,26 @@ class Strategy(ABC):
             _integrations.connect()
 
 
-def require_call(fn: Any, args: Any, kwargs: Any) -> None:
-    """Refuses what is not a function with its arguments, before anything is sent."""
-    if not callable(fn):
-        raise StrategyError(f"run calls a function in every replica, got {type(fn).__name__} {fn!r}")
-    if not isinstance(args, tuple | list):
-        raise StrategyError(f"args is a tuple of arguments, got {type(args).__name__}; for one write args=(x,)")
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise StrategyError(f"kwargs is a dict of keyword arguments, got {type(kwargs).__name__} {kwargs!r}")
+@final
+class _Scope(contextlib.ContextDecorator, contextlib.AbstractContextManager[Any]):
+    """A scope that can be entered many times, also inside itself.
+
+    Args:
+        opened: Makes one that can be entered once.
+    """
+
+    def __init__(self, opened: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self._opened = opened
+        self._entered: list[contextlib.AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> Any:
+        block = self._opened()
+        strategy = block.__enter__()
+        self._entered.append(block)
+        return strategy
+
+    def __exit__(self, *failure: Any) -> bool | None:
+        return self._entered.pop().__exit__(*failure)
 
 
 def require_adoptable(objects: tuple[Any, ...]) -> None:

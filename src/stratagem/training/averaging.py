@@ -82,7 +82,7 @@ class ExponentialMovingAverage(torch.nn.Module):
         new = {id(each): (name, each) for name, each in _named(variables) if id(each) not in known}
         if not new:
             return self
-        replica = context.get_replica_context()
+        replica = context.current_replica()
         if replica is not None:
             name, variable = next(iter(new.values()))
             raise StrategyError(
@@ -221,7 +221,7 @@ class ExponentialMovingAverage(torch.nn.Module):
             count = _checked_count(self.num_updates)
         else:
             count = _checked_count(self.num_updates())
-            replica = context.get_replica_context()
+            replica = context.current_replica()
             if replica is not None and replica.num_replicas_in_sync > 1:
                 # Other replicas have a copy of the function, which does not see what the program counts.
                 count = float(replica.all_gather(torch.tensor([count], dtype=torch.float64))[0])

@@ -29,7 +29,8 @@ def convert_sync_batchnorm(module: AnyModule) -> AnyModule:
     first `strategy.run`, inside the scope or after it.
 
     Args:
-        module: A model, or a single `torch.nn.BatchNorm1d`, `2d` or `3d`.
+        module: A model, or a single `torch.nn.BatchNorm1d`, `2d` or `3d`. Layers that are torch's own
+            `SyncBatchNorm` need no conversion.
     Returns:
         The same module; each layer in it is now a `SyncBatchNorm`.
     Raises:
@@ -40,10 +41,14 @@ def convert_sync_batchnorm(module: AnyModule) -> AnyModule:
         >>> type(model[1]).__name__
         'SyncBatchNorm'
     """
+    if not isinstance(module, torch.nn.Module):
+        raise StrategyError(
+            f"convert_sync_batchnorm takes a torch module and changes it, got {type(module).__name__} {module!r}"
+        )
     layers = {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, _torch.BatchNorm) and not isinstance(layer, SyncBatchNorm)
+        if isinstance(layer, _torch.BatchNorm) and not isinstance(layer, torch.nn.SyncBatchNorm)
     }
     given_out = {id(each) for one in context.open_runtimes for each in one.distributed()}
     for name, layer in layers.items():
@@ -66,8 +71,13 @@ def convert_sync_batchnorm(module: AnyModule) -> AnyModule:
     return module
 
 
+def adapt(layer: torch.nn.Module) -> None:
+    """Makes a layer that is torch's own `SyncBatchNorm` meet the replicas of its strategy."""
+    layer.__class__ = SyncBatchNorm
+
+
 @final
-class SyncBatchNorm(_torch.BatchNorm):
+class SyncBatchNorm(torch.nn.SyncBatchNorm):
     """Batch normalization over the global batch; made by `convert_sync_batchnorm`.
 
     Inside `strategy.run`, wherever plain batch normalization would take the statistics of its
@@ -77,18 +87,18 @@ class SyncBatchNorm(_torch.BatchNorm):
     differentiated once.
     """
 
-    kind: str
+    kind: str = ""  # of a layer that was converted: its class
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The normalized input: this replica's part of what one device would give."""
-        replica = context.get_replica_context()
+        replica = context.current_replica()
         from_batch = self.training or (self.running_mean is None and self.running_var is None)
         if replica is None or replica.num_replicas_in_sync == 1 or not from_batch:
-            return super().forward(input)
+            return _torch.BatchNorm.forward(self, input)
         self._check_input_dim(input)
         statistics = _statistics(input.detach(), replica)
         if statistics.count == 0:
-            return super().forward(input)
+            return _torch.BatchNorm.forward(self, input)
         if statistics.count == 1:
             raise ValueError(
                 f"batch normalization needs more than 1 value per channel in training, but the global batch has 1 "
@@ -100,7 +110,7 @@ class SyncBatchNorm(_torch.BatchNorm):
         return output
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        _torch.check_input_dim(_KINDS[self.kind], self, input)
+        _torch.check_input_dim(_KINDS.get(self.kind, torch.nn.SyncBatchNorm), self, input)
 
     @torch.no_grad()
     def _track(self, statistics: "_Statistics") -> None:
@@ -138,6 +148,7 @@ def _statistics(batch: torch.Tensor, replica: ReplicaContext) -> _Statistics:
     mean = batch.sum(axes, dtype=torch.float64) / max(1, count)
     squares = (batch - _per_channel(mean, batch)).square_().sum(axes, dtype=torch.float64)
     own = torch.stack([torch.full_like(mean, count), mean, squares])
+    own = own if replica.has_examples else torch.zeros_like(own)  # it finds its own among the others'
     counts, means, all_squares = replica.all_gather(own.unsqueeze(0)).unbind(dim=1)
     total = int(counts[:, 0].sum())
     mean = (counts * means).sum(dim=0) / max(1, total)

@@ -42,6 +42,7 @@ _UNFINISHED = ".unfinished-"
 _MAX_SHOWN = 5
 _MAX_STATE_BYTES = 16 * 2**20
 _MAX_SUMS_BYTES = 1024
+_MAX_INT_BITS = 10_000  # Python reads no longer ones from a file
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -66,7 +67,7 @@ def save_checkpoint(folder: str | os.PathLike[str], step: int, state: Mapping[st
         {'weight': tensor([1., 1.]), 'rates': (0.1, 0.2)}
     """
     writer = _Writer()
-    content = writer.encode(dict(state), "state")
+    content = writer.encoded(state)
     path = Path(checkpoint_path(folder, step))
     text = json.dumps({"format": _FORMAT, "step": step, "state": content})
     if len(text) > _MAX_STATE_BYTES:
@@ -104,7 +105,7 @@ def require_keepable(state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: It has.
     """
-    _Writer().encode(dict(state), "state")
+    _Writer().encoded(state)
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -227,11 +228,24 @@ class _Writer:
         self.tensors: dict[str, torch.Tensor] = {}
         self._places: set[int] = set()
 
+    def encoded(self, state: Any) -> Any:
+        """The whole state."""
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"a checkpoint keeps a dict of states by their names, got {type(state).__name__}")
+        try:
+            return self.encode(state, "state")
+        except RecursionError:
+            raise CheckpointError(
+                "a state is nested too deep for a checkpoint, or contains itself; keep it as a flat dict"
+            ) from None
+
     def encode(self, value: Any, where: str) -> Any:
         # By hand, as in `_decode`: a file tells tuples from lists, and keeps the way to every value.
         if isinstance(value, torch.Tensor):
             return {"tensor": self._keep(value, where)}
         if isinstance(value, bool | int | float | str | None):
+            if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
+                raise CheckpointError(f"an int in a checkpoint has at most {_MAX_INT_BITS} bits, {where} has more")
             return value
         if isinstance(value, list):
             return [self.encode(each, f"{where}/{index}") for index, each in enumerate(value)]
@@ -255,6 +269,9 @@ class _Writer:
         place = held.untyped_storage().data_ptr()
         alone = held.untyped_storage().nbytes() == held.nbytes and place not in self._places
         self._places.add(place)
+        where = where.encode("ascii", "backslashreplace").decode()
+        while where in self.tensors:  # as of the keys 1 and "1", or "a/b" and "b" in "a"; the state says which is which
+            where += "'"
         self.tensors[where] = held if alone and held.is_contiguous() else _copied(held)
         return where
 

@@ -27,7 +27,13 @@ def average_gradients(
         >>> average_gradients([[(torch.ones(2), weight)], [(torch.full((2,), 3.0), weight)]])
         [(tensor([2., 2.]), tensor([0., 0.]))]
     """
-    towers = [list(tower) for tower in tower_grads]
+    try:
+        towers = [list(tower) for tower in tower_grads]
+    except TypeError:
+        raise StrategyError(
+            f"average_gradients takes a list of towers, each a list of pairs of gradient and variable, got "
+            f"{type(tower_grads).__name__} {tower_grads!r}"
+        ) from None
     if not towers:
         raise StrategyError("average_gradients needs the gradients of one tower or more, got an empty list")
     for number, tower in enumerate(towers):

@@ -55,7 +55,7 @@ def changed_objects(changes: state_diff.Snapshot, resolve: Callable[[int], Any])
         obj = resolve(name)
         if isinstance(obj, torch.nn.Module | torch.Tensor | torch.optim.Optimizer):
             is_module = isinstance(obj, torch.nn.Module)
-            compared = [(values.plain or {}).get("training"), values.held] if is_module else values
+            compared = [values.training, values.held] if is_module else values
             told[f"{type(obj).__name__} (object {name})"] = zlib.crc32(_text(compared).encode())
     return told
 

@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 
+from stratagem import _torch
 from stratagem.errors import StrategyError
 from stratagem.variables.ledger import Summed, gather_numbers
 from stratagem.variables.participant import Participant
@@ -88,9 +89,8 @@ class Buckets:
     def _arrived(self, name: int, parameter: torch.Tensor) -> None:
         """Torch has added to the gradient of a parameter."""
         gradient = parameter.grad
-        if not self._is_open or gradient is None:
+        if not self._is_open or gradient is None or gradient.is_sparse:
             return
-        self._require_dense(name, gradient)
         with self._lock:
             if (bucket := self._bucket_of[name]).wait_for_sum is not None:
                 # A pass within the pass (checkpointing) came back to a parameter that seemed to be done.
@@ -110,12 +110,13 @@ class Buckets:
         self._is_open = False
         for name, gradient in gradients.items():
             bucket = self._bucket_of.get(name)
-            if bucket is not None and name in bucket.missing:
-                self._require_dense(name, gradient)
+            if bucket is not None and name in bucket.missing and not gradient.is_sparse:
                 bucket.put(name, gradient)  # left by passes without a sum
         # Before anything waits for a sum: this wait for the others can be ended, and knows who is missing.
-        states = gather_numbers(self._replica.collective, [self._state_of(name) for name in self._known])
-        found = dict(zip(self._known, states.amax(dim=0).tolist(), strict=True))
+        any_sparse = any(each.is_sparse for each in gradients.values())
+        states = gather_numbers(self._replica.collective, [any_sparse, *map(self._state_of, self._known)])
+        any_sparse, *anywhere = states.amax(dim=0).tolist()
+        found = dict(zip(self._known, anywhere, strict=True))
         while self._num_started < len(self._buckets):
             bucket = self._buckets[self._num_started]
             if any(found[name] for name in bucket.names):
@@ -129,10 +130,12 @@ class Buckets:
         is_judged = self._replica.recipe.on_nonfinite != "apply"
         is_finite = not is_judged or _are_finite([*sums, *self._alone.values()])
         self._replica.signals.waited_s += time.monotonic() - start
-        return Summed({name for name, state in found.items() if state}, is_finite)
+        return Summed({name for name, state in found.items() if state}, is_finite, bool(any_sparse))
 
     def total(self, name: int) -> torch.Tensor:
-        return self._bucket_of[name].slot(name, self._alone.get(name))
+        slot = self._bucket_of[name].slot(name, self._alone.get(name))
+        # No view of the bucket: the program may call `detach_()`, and what it writes to one changes no other's version.
+        return slot.new_empty(0).set_(slot.untyped_storage(), slot.storage_offset(), slot.shape, slot.stride())
 
     def end(self) -> None:
         for bucket in self._buckets:
@@ -150,13 +153,6 @@ class Buckets:
         if bucket is None or name in bucket.missing:
             return _ABSENT
         return _LATE if name in self._late else _PRESENT
-
-    def _require_dense(self, name: int, gradient: torch.Tensor) -> None:
-        if gradient.layout != torch.strided:
-            raise StrategyError(
-                f"{self._known[name].label!r} of shape {tuple(gradient.shape)} got a sparse gradient, which replicas "
-                f"cannot sum; use sparse=False in its nn.Embedding"
-            )
 
     def _lay_out(self) -> None:
         """Packs the parameters that want gradients into buckets, when they are others than before."""
@@ -204,7 +200,8 @@ class _BucketMember:
     def hook(self, function: Callable[[torch.Tensor], None]) -> None:
         parameter = self.reference()
         if parameter is not None:
-            self._handle = parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
+            hook = _torch.LibraryHook(function)
+            self._handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def unhook(self) -> None:
         if self._handle is not None:

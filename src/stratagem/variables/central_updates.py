@@ -12,7 +12,9 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stratagem import _torch
+from stratagem.errors import StrategyError
 from stratagem.variables.optimizer_slices import (
+    StateElsewhere,
     bare_step,
     copy_attributes,
     copy_options,
@@ -21,6 +23,23 @@ from stratagem.variables.optimizer_slices import (
     step_with_hooks,
 )
 from stratagem.variables.participant import Updating
+
+_WORDS = (
+    "replica 0 updates for all and alone has the state of this {}; a step may replace it but not read it: read and "
+    "change optimizer.state between two runs"
+)
+
+
+_under_way: list[str] = []  # classes of optimizers whose step this process is in
+
+
+def refuse_inside_another(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses the step of an optimizer inside that of one that replica 0 runs for all: the others do not come there."""
+    if _under_way:
+        raise StrategyError(
+            f"{_under_way[-1]}.step() calls {type(optimizer).__name__}.step(), and variables that are kept once are "
+            f"updated by replica 0 alone, where the other replicas do not come; use MirroredStrategy"
+        )
 
 
 @final
@@ -45,11 +64,19 @@ class CentralUpdate:
         self._runtime.publish_written()
         if self._runtime.may_update(parameters):
             if self._runtime.rank == 0:
-                if self._runtime.device == self._kept_on:
-                    whole(optimizer)
-                else:
-                    self._step_elsewhere(optimizer)
+                _under_way.append(type(optimizer).__name__)
+                try:
+                    if (elsewhere := self._runtime.update_elsewhere) is not None:
+                        elsewhere(optimizer)
+                    elif self._runtime.device == self._kept_on:
+                        whole(optimizer)
+                    else:
+                        self._step_elsewhere(optimizer)
+                finally:
+                    _under_way.pop()
             self._runtime.share_from_first(parameters)
+        if self._runtime.rank:
+            optimizer.state = StateElsewhere(_WORDS.format(type(optimizer).__name__), writes=True)
 
     def _step_elsewhere(self, optimizer: torch.optim.Optimizer) -> None:
         step_with_hooks(optimizer, functools.partial(self._update_elsewhere, optimizer))

@@ -7,12 +7,13 @@ serves the controller between runs: there it gives tensors out and finds what wa
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from stratagem.collectives.reconnecting import TorchLink
+from stratagem.variables.aggregation import Aggregation
 from stratagem.variables.ledger import Ledger
 from stratagem.variables.participant import Updating
 from stratagem.variables.slices import SplitUpdate
@@ -45,10 +46,20 @@ class Copies(ABC):
     def __init__(self, ledger: Ledger, link: TorchLink | None = None) -> None:
         self.ledger = ledger
         self.link = link
+        self._chosen: dict[int, Aggregation] = {}  # of buffers that are not joined as their type says, by name
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters that still exist."""
         return [parameter for _, parameter in self.ledger.parameters()]
+
+    @abstractmethod
+    def buffers(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The buffers that still exist, by name."""
+
+    def choose(self, chosen: Mapping[int, Aggregation]) -> None:
+        """Takes how some buffers, by `id`, are joined from now on."""
+        if chosen:
+            self._chosen |= {name: chosen[id(buffer)] for name, buffer in self.buffers() if id(buffer) in chosen}
 
     # Distributed tensors
 
@@ -101,8 +112,12 @@ class Copies(ABC):
     # A run
 
     @abstractmethod
-    def publish_written(self) -> None:
-        """Makes parameters that the program changed in place, the same in every replica, everyone's."""
+    def publish_written(self) -> bool:
+        """Makes parameters that the program changed in place, the same in every replica, everyone's.
+
+        Returns:
+            Whether all replicas have met for it.
+        """
 
     @abstractmethod
     def share_from_first(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -112,8 +127,13 @@ class Copies(ABC):
         """Whether the last run wrote to parameters on this machine, and other machines have not been asked yet."""
         return False
 
-    def take_from(self, machine: int) -> None:
-        """Gives all machines the parameters of one, before a run."""
+    def take_from(self, machine: int, *, wrote: bool) -> None:
+        """Gives all machines the parameters of one, before a run.
+
+        Args:
+            machine: Which: the first that wrote to them in the last run.
+            wrote: Whether this one did too, and must have written the same.
+        """
         raise NotImplementedError("only memory that is shared is written to in a run")
 
     @abstractmethod
@@ -121,7 +141,7 @@ class Copies(ABC):
         """At the end of a step: publishes what was written, and brings buffers to one state.
 
         Args:
-            share: This replica's weight in the mean of floating-point buffers; others become replica 0's.
+            share: This replica's weight in the mean of buffers.
             all_buffers: Whether replicas may differ in any of them, and not only in those that this step wrote to.
         Returns:
             Whether this replica has still to publish what it wrote, in a meeting of all.
@@ -130,6 +150,14 @@ class Copies(ABC):
     def keep_own(self) -> None:
         """At the end of a step after which replicas stay different: what this one changed is its own."""
         raise NotImplementedError("variables that lie once cannot be different")
+
+    def join_counters(self) -> None:
+        """Brings counters and metrics (`aggregation.COUNTED`) of replicas that stay different to one state."""
+        raise NotImplementedError("variables that lie once cannot be different")
+
+    def take_back_buffers(self) -> None:
+        """At the end of a step that does not count: buffers that are joined are what they were before it."""
+        raise NotImplementedError("where replicas agree after each step, what does not count has no weight")
 
     @abstractmethod
     def close(self) -> None:

@@ -1,10 +1,11 @@
 """Knows of every gradient whose it is, and makes it that of the global batch.
 
-A gradient is LOCAL (this replica's own, already weighted: what passes inside `no_sync` left) or
-GLOBAL (summed over the replicas, and so the same in all). `begin_pass` moves gradients out of the way
-that must not be mixed with those of the pass; `end_pass` sums what the pass gave over the replicas
-and adds what was there before. Parameters that no replica used keep no gradient; what a replica
-without examples computes counts for nothing.
+A gradient is GLOBAL (summed over the replicas, and so the same in all), LOCAL (this replica's own,
+already weighted: what passes inside `no_sync` left) or FOREIGN (set by the program: this replica's own,
+not weighted yet). `begin_pass` moves gradients out of the way that must not be mixed with those of the
+pass; `end_pass` sums what the pass gave over the replicas, calls the hooks of parameters with the sums,
+and adds what was there before. `sum_rest` does the same before an update, for what no pass has summed.
+Parameters that no replica used keep no gradient; what a replica without examples computes counts for nothing.
 
 How sums travel is up to a `Transport`: windows of shared memory, or buckets of torch.distributed.
 Without one every replica trains alone, and all gradients are LOCAL.
@@ -17,16 +18,23 @@ from typing import Any, NamedTuple, Protocol, final
 import torch
 
 from stratagem import _torch
+from stratagem.collectives import differentiable
 from stratagem.collectives.collective import Collective, is_finite
 from stratagem.errors import StrategyError
+from stratagem.variables import sparse
 from stratagem.variables.participant import Participant
+from stratagem.variables.written import are_alike
 
 
 class Summed(NamedTuple):
-    """What came of a sum: whose gradients any replica had, and whether all of them are finite."""
+    """What came of a sum: whose gradients any replica had, whether all are finite, and whether any were sparse.
+
+    Sparse ones have not been summed: they travel by themselves.
+    """
 
     present: Set[int]
     is_finite: bool
+    any_sparse: bool
 
 
 class Transport(Protocol):
@@ -59,11 +67,18 @@ def gather_numbers(collective: Collective, numbers: Sequence[int]) -> torch.Tens
 
 
 def mark(tensor: torch.Tensor | None) -> Any:
-    """Differs when a tensor has been replaced or written to."""
+    """What `is_as_marked` compares with."""
     if tensor is None:
         return ()
     address = tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
-    return address, _torch.version_of(tensor)
+    return weakref.ref(tensor), address, _torch.version_of(tensor)
+
+
+def is_as_marked(tensor: torch.Tensor | None, known: Any) -> bool:
+    """Whether a tensor is the one of a mark, and has been neither given other memory nor written to."""
+    if tensor is None or not known:
+        return tensor is None and known == ()
+    return known[0]() is tensor and known[1:] == mark(tensor)[1:]
 
 
 @final
@@ -80,10 +95,15 @@ class Ledger:
         self._transport = transport
         self._parameters: dict[int, Callable[[], torch.Tensor | None]] = {}
         self._labels: dict[int, str] = {}
-        self._local: set[int] = set()
+        self._names: dict[int, int] = {}  # of parameters, by `id`
+        self._global: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._local: dict[int, weakref.ref[torch.Tensor]] = {}
+        # In the controller: what were LOCAL ones before it changed them or a run failed. Nobody has the sum.
+        self._spoiled: dict[int, weakref.ref[torch.Tensor]] = {}
         # Of the pass under way: GLOBAL gradients of passes before it, and LOCAL ones where it does not count.
         self._set_aside: dict[int, torch.Tensor] = {}
         self._hidden: dict[int, torch.Tensor] = {}
+        self._hooks: dict[int, _torch.TensorHooks] = {}
         self._counts = True
         # What gradients were after the last run, in the controller.
         self._marks: dict[int, Any] = {}
@@ -98,17 +118,22 @@ class Ledger:
         for name, parameter in parameters.items():
             self._parameters[name] = _dropped if parameter is None else weakref.ref(parameter)
             self._labels[name] = labels[name]
+            self._names[id(parameter)] = name
 
     def drop(self, names: Set[int]) -> None:
         """Lets go of parameters."""
         for name in names & self._parameters.keys():
-            del self._parameters[name], self._labels[name]
-            self._marks.pop(name, None)
-        self._local -= names
+            for known in (self._parameters, self._labels, self._marks, self._global, self._local, self._spoiled):
+                known.pop(name, None)
+        self._names = {key: name for key, name in self._names.items() if name not in names}
 
     def __contains__(self, name: int) -> bool:
         """Whether it has a parameter, though the program may have dropped it just now."""
         return name in self._parameters
+
+    def has_any_of(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether any of some tensors is a parameter of it."""
+        return any(self._name_of(each) is not None for each in tensors)
 
     def parameters(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The parameters that still exist, by name."""
@@ -116,40 +141,108 @@ class Ledger:
             if (parameter := reference()) is not None:
                 yield name, parameter
 
+    def _name_of(self, parameter: torch.Tensor) -> int | None:
+        name = self._names.get(id(parameter))
+        return name if name is not None and self._parameters[name]() is parameter else None
+
     # A backward pass
 
-    def begin_pass(self, *, syncing: bool) -> None:
-        """Moves gradients out of the way that must not be mixed with those of the pass."""
-        self._counts = counts = self._replica.counted[self._replica.rank]
-        if self._transport is not None:
-            self._transport.begin(syncing=syncing, counts=counts)
-        local = self._local if self._transport is not None else self._parameters.keys()
+    def begin_pass(self, *, syncing: bool, graph: bool = False, counts: bool = True, hooks: bool = True) -> bool:
+        """Moves gradients out of the way that must not be mixed with those of the pass.
+
+        Args:
+            syncing: Whether its gradients are to be summed.
+            graph: Whether they will be differentiated themselves.
+            counts: Whether this replica adds anything.
+            hooks: Whether hooks of parameters are called with the sums.
+        Returns:
+            Whether they will be summed: those that hooks wait for are, whatever was asked.
+        """
+        self._counts = counts = counts and self._replica.counted[self._replica.rank]
         self._set_aside, self._hidden = {}, {}
+        if self._transport is None:
+            for name, parameter in self.parameters() if not counts else ():
+                if parameter.grad is not None:
+                    self._hidden[name], parameter.grad = parameter.grad, None
+            return syncing
+        self._hooks = _taken_hooks(self.parameters()) if hooks else {}
+        syncing = syncing or graph or bool(self._hooks)
+        self._transport.begin(syncing=syncing and not graph, counts=counts)
         for name, parameter in self.parameters():
             gradient = parameter.grad
             if gradient is None:
-                self._local.discard(name)
-            elif name not in local:
+                self._local.pop(name, None)
+                continue
+            if self._is(self._global, name, gradient):
                 self._set_aside[name], parameter.grad = gradient, None
-            elif not counts:
+                continue
+            if not self._is(self._local, name, gradient):
+                gradient = parameter.grad = self._weighted(name, gradient)
+                self._local[name] = weakref.ref(gradient)
+            if not counts:
                 self._hidden[name], parameter.grad = gradient, None
+        return syncing
+
+    @staticmethod
+    def _is(known: Mapping[int, "weakref.ref[torch.Tensor]"], name: int, gradient: torch.Tensor) -> bool:
+        reference = known.get(name)
+        return reference is not None and reference() is gradient
+
+    def _weighted(self, name: int, gradient: torch.Tensor) -> torch.Tensor:
+        """What a gradient that the program has set adds to the sum."""
+        if name in self._local or self._is(self._spoiled, name, gradient):
+            raise StrategyError(
+                f"the gradient of {self._labels[name]!r} that a pass inside no_sync() has left was replaced, changed "
+                f"outside strategy.run, or left by a run that failed; it is this replica's part of a sum, so change "
+                f"it in place in a step, after a pass that synchronises, or drop it with zero_grad()"
+            )
+        weight = self._replica.weight
+        return (gradient * weight).detach() if weight else torch.zeros_like(gradient)
 
     @torch.no_grad()
     def end_pass(self, *, syncing: bool) -> None:
         """Makes `.grad` what it must be when the pass returns; every replica must come here."""
-        if not self._counts:
-            for name, parameter in self.parameters():
-                parameter.grad = self._hidden.get(name)
+        hooks = self._put_back_hooks()
+        self._show_hidden()
         if self._transport is None:
             self._judge_own()
         elif syncing:
-            self._sum(self._transport)
+            self._sum(self._transport, hooks)
         else:
             self._keep()
         self._set_aside, self._hidden = {}, {}
+        self._call_hooks_after(hooks)
+
+    def end_pass_with_graph(self) -> None:
+        """The same, for gradients that will be differentiated themselves."""
+        hooks = self._put_back_hooks()
+        if self._transport is None:
+            self._set_aside, self._hidden = {}, {}
+            return
+        with torch.no_grad():
+            self._show_hidden()
+        own = dict(self.parameters())
+        rows = gather_numbers(self._replica.collective, [_has_gradient(own.get(name)) for name in self._parameters])
+        for name, is_there in zip(self._parameters, rows.amax(dim=0).tolist(), strict=True):
+            parameter, before = own.get(name), self._set_aside.get(name)
+            if parameter is None:
+                continue  # gone in all replicas: one that is differentiated is used
+            if is_there:
+                # Every replica has to take part in the passes that come back through the sum.
+                gradient = torch.zeros_like(parameter).requires_grad_() if parameter.grad is None else parameter.grad
+                counted = self._replica.all_counted
+                total = differentiable.all_reduce(self._replica.collective, gradient, counted=counted)
+                total = hooks[name].call(total) if name in hooks else total
+                parameter.grad = total if before is None else before + total
+                self._note_global(name, parameter.grad)
+            elif before is not None:
+                parameter.grad = before
+        self._set_aside, self._hidden = {}, {}
+        self._call_hooks_after(hooks)
 
     def abandon_pass(self) -> None:
         """Puts gradients back after a pass that has failed."""
+        self._put_back_hooks()
         for name, parameter in self.parameters():
             if (self._transport is not None and name not in self._local) or name in self._hidden:
                 parameter.grad = self._set_aside.get(name, self._hidden.get(name))
@@ -157,25 +250,131 @@ class Ledger:
         if self._transport is not None:
             self._transport.abandon()
 
-    def _sum(self, transport: Transport) -> None:
+    def _show_hidden(self) -> None:
+        """In a replica without examples: drops what the pass gave, and shows what was there."""
+        if not self._counts:
+            for name, parameter in self.parameters():
+                parameter.grad = self._hidden.get(name)
+
+    def _put_back_hooks(self) -> dict[int, "_torch.TensorHooks"]:
+        hooks, self._hooks = self._hooks, {}
+        for each in hooks.values():
+            each.put_back()
+        return hooks
+
+    def _call_hooks_after(self, hooks: Mapping[int, "_torch.TensorHooks"]) -> None:
+        for name, parameter in self.parameters() if hooks else ():
+            if name in hooks and parameter.grad is not None:
+                hooks[name].call_after(parameter)
+
+    def _sum(self, transport: Transport, hooks: Mapping[int, "_torch.TensorHooks"]) -> None:
         """Gives every replica the sums, with the gradients that were there before."""
         gradients = {name: each.grad for name, each in self.parameters() if each.grad is not None}
-        present, all_finite = transport.sum(gradients)
+        present, all_finite, any_sparse = transport.sum(gradients)
         if self._replica.recipe.unused == "error":
             self._refuse_unused(gradients)
+        totals = self._sum_sparse(gradients, present) if any_sparse else {}
+        present = present | totals.keys()
+        all_finite = all_finite and all(map(sparse.is_finite, totals.values()))
         if not all_finite:
             self._find_culprits(gradients)
         total, set_aside = transport.total, self._set_aside
         for name, parameter in self.parameters():
             before = set_aside.get(name)
             if name in present:
-                parameter.grad = total(name) if before is None else before.add_(total(name))
+                gradient = totals[name] if name in totals else total(name)
+                if name in hooks:
+                    gradient = hooks[name].call(gradient)
+                if before is not None:
+                    gradient = before + gradient if before.is_sparse else before.add_(gradient)
+                parameter.grad = gradient
+                self._note_global(name, gradient)
             elif before is not None:
                 parameter.grad = before
-        self._local -= present
         transport.end()
         if not all_finite:
             self._note_not_finite()
+
+    def _sum_sparse(self, gradients: Mapping[int, torch.Tensor], dense: Set[int]) -> dict[int, torch.Tensor]:
+        """The sums of the gradients that are sparse, in any replica."""
+        collective = self._replica.collective
+        own = [name in gradients and gradients[name].is_sparse for name in self._parameters]
+        anywhere = gather_numbers(collective, own).amax(dim=0).tolist()
+        names = [name for name, is_sparse in zip(self._parameters, anywhere, strict=True) if is_sparse]
+        for name in names:
+            if name in dense:
+                raise StrategyError(
+                    f"the gradient of {self._labels[name]!r} is sparse on one replica and dense on another; use its "
+                    f"layer alike in all"
+                )
+        return {name: sparse.all_reduce(collective, gradients.get(name)) for name in names}
+
+    def _note_global(self, name: int, gradient: torch.Tensor) -> None:
+        self._global[name] = weakref.ref(gradient)
+        self._local.pop(name, None)
+
+    # Gradients that no pass has summed
+
+    def are_summed(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether all gradients of some parameters are GLOBAL."""
+        if self._transport is None:
+            return True
+        known = self._global
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None:
+                name = self._name_of(parameter)
+                if name is not None and not self._is(known, name, gradient):
+                    return False
+        return True
+
+    def has_foreign(self) -> bool:
+        """Whether the program has set a gradient that nobody has summed."""
+        return self._transport is not None and next(self._foreign(), None) is not None
+
+    def _foreign(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for name, parameter in self.parameters():
+            gradient = parameter.grad
+            if gradient is None or name in self._local:
+                continue
+            if not self._is(self._global, name, gradient) and not self._is(self._spoiled, name, gradient):
+                yield name, gradient
+
+    def sum_rest(self) -> None:
+        """Sums gradients that no pass has summed; every replica must come here.
+
+        Where losses are added up instead of averaged, gradients that all replicas have set alike are taken as they are.
+        """
+        if self._transport is None:
+            return
+        foreign = dict(self._foreign())
+        own = {} if self._replica.is_mean else {name: each.clone() for name, each in foreign.items()}
+        self.begin_pass(syncing=True, hooks=False)
+        self.end_pass(syncing=True)
+        if own:
+            self._take_what_all_have_set(own)
+        self._keep_tensors(foreign)
+
+    @torch.no_grad()
+    def _keep_tensors(self, foreign: Mapping[int, torch.Tensor]) -> None:
+        """Puts sums into the tensors that the program has set, which it may use elsewhere."""
+        for name, parameter in self.parameters():
+            total, kept = parameter.grad, foreign.get(name)
+            if kept is not None and total is not None and _may_be_written(kept, parameter):
+                parameter.grad = kept.copy_(total)
+                self._note_global(name, kept)
+
+    @torch.no_grad()
+    def _take_what_all_have_set(self, foreign: Mapping[int, torch.Tensor]) -> None:
+        own, size = dict(self.parameters()), sum(self._replica.all_counted)
+        alike = [
+            name not in foreign or not self._counts or _are_alike(foreign[name] * size, own[name].grad)
+            for name in self._parameters
+        ]
+        everywhere = gather_numbers(self._replica.collective, alike).amin(dim=0).tolist()
+        for name, is_alike in zip(self._parameters, everywhere, strict=True):
+            if is_alike and name in foreign:
+                own[name].grad.div_(size)  # type: ignore[union-attr]
 
     def _judge_own(self) -> None:
         """Finds gradients of a replica that trains alone which are not finite."""
@@ -188,7 +387,7 @@ class Ledger:
                 return
 
     def _note_not_finite(self) -> None:
-        bad = [each for _, each in self.parameters() if each.grad is not None and not each.grad.isfinite().all()]
+        bad = [each for _, each in self.parameters() if each.grad is not None and not sparse.is_finite(each.grad)]
         self._not_finite |= {id(each): weakref.ref(each) for each in bad}
 
     def _keep(self) -> None:
@@ -207,14 +406,15 @@ class Ledger:
             before, gradient = self._set_aside.get(name), parameter.grad
             if before is None:
                 if gradient is not None:
-                    self._local.add(name)
+                    self._local[name] = weakref.ref(gradient)
                 continue
             if anywhere[name]:
-                self._local.add(name)
                 if self._replica.global_rank:
                     before.zero_()
                 if gradient is not None:
                     before.add_(gradient)
+                self._local[name] = weakref.ref(before)
+                self._global.pop(name, None)
             parameter.grad = before
 
     # What all replicas know
@@ -236,7 +436,7 @@ class Ledger:
         bad = [
             number
             for number, name in enumerate(self._parameters, start=1)
-            if name in gradients and not gradients[name].isfinite().all()
+            if name in gradients and not sparse.is_finite(gradients[name])
         ]
         firsts = gather_numbers(self._replica.collective, [bad[0] if bad else 0]).flatten().tolist()
         labels = list(self._labels.values())
@@ -251,7 +451,7 @@ class Ledger:
             return True
         for key, reference in list(self._not_finite.items()):
             parameter = reference()
-            if parameter is None or parameter.grad is None or bool(parameter.grad.isfinite().all()):
+            if parameter is None or parameter.grad is None or sparse.is_finite(parameter.grad):
                 del self._not_finite[key]
         return not any(id(each) in self._not_finite for each in parameters)
 
@@ -262,17 +462,27 @@ class Ledger:
         changed: dict[int, torch.Tensor | None] = {}
         for name, parameter in self.parameters():
             gradient = parameter.grad
-            if mark(gradient) != self._marks.get(name, ()) and not _is_sparse(gradient):
+            if not is_as_marked(gradient, self._marks.get(name, ())):
+                if gradient is not None and (name in self._local or self._is(self._spoiled, name, gradient)):
+                    self._local.pop(name, None)
+                    changed[name], self._spoiled[name] = None, weakref.ref(gradient)
+                    continue
                 changed[name] = None if gradient is None else gradient.detach()
-        self._local.difference_update(changed)
+                self._note_given(name, gradient)
         return changed
 
     def receive_gradients(self, gradients: Mapping[int, torch.Tensor | None]) -> None:
         """In a child: takes what the controller did to gradients; they are GLOBAL, since all have the same."""
         own = dict(self.parameters()) if gradients else {}
         for name, gradient in gradients.items():
-            own[name].grad = None if gradient is None else gradient.to(own[name].device)
-        self._local.difference_update(gradients)
+            own[name].grad = given = None if gradient is None else gradient.to(own[name].device)
+            self._note_given(name, given)
+
+    def _note_given(self, name: int, gradient: torch.Tensor | None) -> None:
+        if gradient is None:
+            self._local.pop(name, None)
+        else:
+            self._note_global(name, gradient)
 
     def note_gradients(self) -> None:
         """In the controller, after a run: all replicas now have the same."""
@@ -291,6 +501,24 @@ def _has_gradient(parameter: torch.Tensor | None) -> bool:
     return parameter is not None and parameter.grad is not None
 
 
-def _is_sparse(gradient: torch.Tensor | None) -> bool:
-    """Whether it is of the kind that no sum takes: the next pass says so."""
-    return gradient is not None and gradient.layout != torch.strided
+def _may_be_written(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a gradient can be overwritten, each element by itself, and nothing else with it."""
+    if gradient.layout != torch.strided or gradient.is_inference():
+        return False
+    is_expanded = any(size > 1 and not stride for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
+    return not is_expanded and gradient.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    if other is None or other.layout != torch.strided or not other.numel():
+        return False
+    return bool(are_alike(one, other).all())
+
+
+def _taken_hooks(parameters: Iterable[tuple[int, torch.Tensor]]) -> "dict[int, _torch.TensorHooks]":
+    """The program's hooks of parameters, taken off: they wait for the sums."""
+    found = {}
+    for name, parameter in parameters:
+        if (hooks := _torch.take_hooks(parameter)) is not None:
+            found[name] = hooks
+    return found

@@ -6,14 +6,16 @@ around the update. Where the slices lie is the business of whoever calls.
 
 import functools
 import inspect
+import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from stratagem import _torch
+from stratagem.errors import StrategyError
 
 BLOCK = 256 * 1024
 """Elements that are updated at a time: the passes of an optimizer over them, and what it allocates, stay in the cache.
@@ -54,6 +56,57 @@ def is_elementwise(optimizer: Any) -> bool:
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer, group after group."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@final
+class StateMark:
+    """What the state of an optimizer consists of, to find out whether the program has changed it.
+
+    Args:
+        optimizer: The optimizer; it is not kept alive.
+        versions: Whether writes in place count too.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, versions: bool) -> None:
+        state = optimizer.state
+        self._ids = [id(state), *map(id, state)]
+        self._held = [value for own in state.values() for value in own.values()]
+        tensors = [each for each in self._held if isinstance(each, torch.Tensor)] if versions else []
+        self._versions = list(map(_torch.version_of, tensors)) if versions else None
+
+    def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer still has this state."""
+        other = StateMark(optimizer, versions=self._versions is not None)
+        if (self._ids, self._versions) != (other._ids, other._versions) or len(self._held) != len(other._held):
+            return False
+        return all(map(operator.is_, self._held, other._held))
+
+
+@final
+class StateElsewhere(defaultdict[Any, Any]):
+    """In the place of the state of an optimizer that another process has: says so when it is used.
+
+    Args:
+        words: What to say: the rule, and what to do.
+        writes: Whether it may be written to, because who has the state does the same.
+    """
+
+    def __init__(self, words: str, *, writes: bool) -> None:
+        super().__init__(dict)
+        self._words, self._writes = words, writes
+
+    def refuse(self, *_: Any, **__: Any) -> Any:
+        """Says where the state is."""
+        raise StrategyError(self._words)
+
+    def _refuse_to_write(self, *_: Any, **__: Any) -> Any:
+        return None if self._writes else self.refuse()
+
+    __getitem__ = __iter__ = __len__ = __contains__ = get = items = keys = values = setdefault = refuse
+    __setitem__ = __delitem__ = clear = pop = update = _refuse_to_write
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict,)  # a process that comes later begins without any, and is then given what it needs
 
 
 def over(

@@ -1,7 +1,7 @@
 """What variables need of the replica that they belong to, whoever drives it."""
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -73,8 +73,20 @@ class Participant(Protocol):
         """Which replicas of this machine have examples in the step."""
 
     @property
+    def weight(self) -> float:
+        """By which what this replica computes counts."""
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the weights of all replicas are parts of one."""
+
+    @property
     def all_counted(self) -> list[bool]:
         """Which of all machines have."""
+
+    @property
+    def first_with_examples(self) -> int:
+        """The first of them; the first of all if none has."""
 
 
 class Updating(Protocol):
@@ -85,6 +97,10 @@ class Updating(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def update_elsewhere(self) -> Callable[[torch.optim.Optimizer], None] | None:
+        """In replica 0: has the values updated by somebody else, and fetches them; `None` if it does so itself."""
 
     def may_update(self, parameters: Iterable[torch.Tensor], *, checked: bool = False) -> bool:
         """Whether the gradients of these parameters are fit to be applied; the same in every replica."""

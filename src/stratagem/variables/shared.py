@@ -1,19 +1,21 @@
 """Variables in pages that all replicas of a machine share, for replicas that compute on the CPU.
 
 Owns the exchange of gradients through shared memory, the publishing of what one replica changed in
-its own view of the pages, and the mean of buffers.
+its own view of the pages, and the joining of buffers.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 import numpy as np
 import torch
 
 from stratagem.collectives.exchange import WindowExchange, chunk_of
+from stratagem.errors import StrategyError
 from stratagem.processes.region import Region
-from stratagem.variables import agreement
+from stratagem.variables import agreement, written
+from stratagem.variables.aggregation import default_of, joined
 from stratagem.variables.copies import (
     ALL_BUFFERS_FLAG,
     ALL_WRITTEN_FLAG,
@@ -133,6 +135,12 @@ class SharedCopies(Copies):
         """Also those that need no gradient, and so are in no exchange."""
         return [tensor for store in self._parameters for tensor in store.tensors if tensor is not None]
 
+    def buffers(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for store in self._buffers:
+            for placement, tensor in zip(store.placements, store.tensors, strict=True):
+                if tensor is not None:
+                    yield placement.name, tensor
+
     def split(self, optimizer: torch.optim.Optimizer, replica: Updating) -> SplitUpdate | None:
         return SplitUpdate(optimizer, self, replica, self._signals.size) if can_be_split(optimizer) else None
 
@@ -140,9 +148,8 @@ class SharedCopies(Copies):
         """No value travels but gradients: the pages that the controller wrote to become everyone's."""
         told: agreement.Told = {}
         compares = self._runtime.recipe.num_machines > 1
-        for store in (*self._parameters, *self._buffers):
-            store.bring_back()
-            pages = store.region.written_pages()
+        stores = [*self._parameters, *self._buffers]
+        for store, pages in zip(stores, _written(stores), strict=True):
             told |= agreement.changed_in(store, pages) if compares else {}
             store.region.publish(pages)
         failed, self._failed = self._failed, False
@@ -199,41 +206,49 @@ class SharedCopies(Copies):
         self.ledger.forget_gradients()
         self._failed = True
 
-    def publish_written(self) -> None:
+    def publish_written(self) -> bool:
         """Also the point where all replicas have come: nobody reads parameters that others now update."""
-        written = [store.region.written_pages() for store in self._parameters]
-        self._publish(written, self._signals.exchange_flag(WRITTEN_FLAG, _any(written)))
+        pages = _written(self._parameters)
+        self._publish(pages, self._signals.exchange_flag(WRITTEN_FLAG, _any(pages)))
+        return True
 
     def share_from_first(self, parameters: Sequence[torch.Tensor]) -> None:
-        for store in self._parameters if self._signals.rank == 0 else ():
-            pages = store.region.written_pages()
-            store.region.publish(pages)
-            store.region.drop(pages)
+        if self._signals.rank == 0:
+            for store, pages in zip(self._parameters, _written(self._parameters), strict=True):
+                store.region.publish(pages)
         self._signals.barrier()
 
     def settle(self, share: float, *, all_buffers: bool = False) -> bool:
-        written = [store.region.written_pages() for store in self._parameters]
+        pages = _written(self._parameters)
         several_machines = self._runtime.recipe.num_machines > 1
         if not self._buffers:
             # Seldom is anything written after the last update: no reason for all to wait for each other. Other
             # machines are asked when the next run begins.
-            return bool(_any(written))
-        buffers = [store.region.written_pages() for store in self._buffers]
+            return bool(_any(pages))
+        buffers = _written(self._buffers)
         self._signals.put_flag(BUFFERS_FLAG, _any(buffers))
-        self._publish(written, self._signals.exchange_flag(WRITTEN_FLAG, _any(written)))
+        self._publish(pages, self._signals.exchange_flag(WRITTEN_FLAG, _any(pages)))
         changed = any(self._signals.flags(BUFFERS_FLAG))
         if self._agree_with_machines(changed) if several_machines else changed:
-            self._average_buffers(buffers, share)
+            self._join_buffers(buffers, share)
         return False
 
     def take_wrote(self) -> bool:
         wrote, self._wrote = self._wrote, False
         return wrote
 
-    def take_from(self, machine: int) -> None:
+    def take_from(self, machine: int, *, wrote: bool) -> None:
         between = self._runtime.between
         for store in self._parameters if between is not None else ():
-            store.shared.copy_(between.broadcast(store.shared, machine))  # type: ignore[union-attr]
+            theirs = between.broadcast(store.shared, machine)  # type: ignore[union-attr]
+            differs = ~written.are_alike(store.shared, theirs) if wrote else torch.zeros(0)
+            if differs.any():
+                label = written.label_at(store, int(differs.nonzero()[0]))
+                raise StrategyError(
+                    f"workers wrote different values to {label!r} in one step, worker {machine} the first of them; "
+                    f"write the same in all (what gradients or all_reduce give)"
+                )
+            store.shared.copy_(theirs)
 
     def _agree_with_machines(self, changed: bool) -> bool:
         """Gives all machines the parameters of the first that wrote to them in this run.
@@ -248,45 +263,44 @@ class SharedCopies(Copies):
             rows = between.exchange("end a run", bytes([changed, wrote]))
             changed, is_any = any(row[0] for row in rows), any(row[1] for row in rows)
             if is_any:
-                self.take_from(next(machine for machine, row in enumerate(rows) if row[1]))
+                self.take_from(next(machine for machine, row in enumerate(rows) if row[1]), wrote=wrote)
         self._signals.put_flag(ALL_BUFFERS_FLAG, int(changed))
         if self._signals.exchange_flag(ALL_WRITTEN_FLAG, int(is_any))[0]:
             for store in self._parameters:
                 store.region.drop(store.region.written_pages())
         return bool(self._signals.flags(ALL_BUFFERS_FLAG)[0])
 
-    def _publish(self, written: Sequence[np.ndarray], flags: Sequence[int]) -> None:
-        """Makes the pages of the first replica that wrote to parameters everyone's."""
+    def _publish(self, pages: Sequence[np.ndarray], flags: Sequence[int]) -> None:
+        """Makes what replicas wrote to parameters everyone's."""
         if any(flags):
             self._wrote = True
-            first = flags.index(1)
-            for store, pages in zip(self._parameters, written, strict=True):
-                store.region.publish(pages) if self._signals.rank == first else None
-            self._signals.barrier()
-            for store, pages in zip(self._parameters, written, strict=True):
-                store.region.drop(pages)
-            self._signals.barrier()
+            written.publish(self._parameters, pages, flags, self._runtime)
 
-    def _average_buffers(self, written: Sequence[np.ndarray], share: float) -> None:
-        collective = self._runtime.collective
+    def _join_buffers(self, written: Sequence[np.ndarray], share: float) -> None:
+        collective, first = self._runtime.collective, self._runtime.first_with_examples
         for store, pages in zip(self._buffers, written, strict=True):
-            if store.private.is_floating_point():
-                # The change is averaged, not the value: what nobody changed stays as it is to the last bit.
-                same = (store.private == store.shared) | (store.private.isnan() & store.shared.isnan())
-                change = (store.private.double() - store.shared.double()).masked_fill_(same, 0.0)
-                mean = store.shared.double() + collective.all_reduce(
-                    change * share if share else torch.zeros_like(change)
-                )
-            else:
-                mean = collective.broadcast(store.private)
+            how = default_of(store.dtype)
+            value = joined(collective, how, store.shared, store.private, share, first)
+            for placement in store.placements:
+                chosen = self._chosen.get(placement.name, how)
+                if chosen is not how:
+                    own = slice(placement.offset, placement.offset + placement.numel)
+                    value[own] = joined(collective, chosen, store.shared[own], store.private[own], share, first)
             self._signals.barrier()
             if self._signals.rank == 0:
-                store.shared.copy_(mean)
+                store.shared.copy_(value)
             store.region.drop(pages)
             self._signals.barrier()
 
     def close(self) -> None:
         """Tensors that are still used keep their memory."""
+
+
+def _written(stores: Sequence[Store]) -> list[np.ndarray]:
+    """The pages of each store that this replica has written to, in whatever way."""
+    for store in stores:
+        store.bring_back()
+    return [store.region.written_pages() for store in stores]
 
 
 def _any(written: Sequence[np.ndarray]) -> int:

@@ -9,13 +9,15 @@ own copy of the pages.
 
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
 
 from stratagem.collectives.exchange import chunk_of
+from stratagem.errors import StrategyError
 from stratagem.variables.optimizer_slices import (
+    StateMark,
     bare_step,
     copy_options,
     is_elementwise,
@@ -29,6 +31,8 @@ from stratagem.variables.store import Placement, laid_out, piece
 
 # What a gradient scaler gives a fused optimizer for the time of a step.
 _SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
+# To which a row without a gradient is the same as one with zeros.
+_TAKE_SPARSE = (torch.optim.SGD, torch.optim.Adagrad)
 
 
 def can_be_split(optimizer: torch.optim.Optimizer) -> bool:
@@ -61,7 +65,8 @@ class SplitUpdate:
         self._unshared: list[tuple[torch.Tensor, Part]] = []  # parts that have made no state yet
         self._hidden: dict[int, int] = {}  # parameters whose state the user's optimizer does not show yet: their names
         self._inner: Any = None
-        self._ids: list[int] = []  # of the parameters that the parts are of
+        self._ids: list[list[int]] = []  # of the parameters that the parts are of, for each group
+        self._mark = StateMark(optimizer, versions=False)  # the state that the user's optimizer had when it was shown
         self._bare_step = bare_step(type(optimizer))
 
     @property
@@ -87,8 +92,10 @@ class SplitUpdate:
 
     def _update(self) -> None:
         parameters = parameters_of(self.optimizer)
-        if self._ids != list(map(id, parameters)):
+        if self._ids != _ids(self.optimizer):
             self._build()
+        if self.is_state_changed():
+            self._take_own_parts(parameters)
         copy_options(self.optimizer, self._inner)
         gradients: dict[int, torch.Tensor] = {}
         for number, part, first, last in self._parts:
@@ -97,7 +104,7 @@ class SplitUpdate:
                 part.grad = None
                 continue
             if number not in gradients:  # once for all blocks of a parameter
-                gradients[number] = laid_out(parameter.grad, self._placement(parameter))
+                gradients[number] = laid_out(self._dense(parameter.grad), self._placement(parameter))
             part.grad = piece(gradients[number], first, last)
         for name in _SCALER_ATTRIBUTES:
             setattr(self._inner, name, getattr(self.optimizer, name, None))
@@ -109,6 +116,14 @@ class SplitUpdate:
             part.grad = None  # it would keep the whole gradient alive, and the next pass would copy it
         # Written through another view: autograd must still notice that the values it saved are gone.
         torch.autograd.graph.increment_version([each for each in parameters if each.grad is not None])
+
+    def _dense(self, gradient: torch.Tensor) -> torch.Tensor:
+        if gradient.is_sparse and not isinstance(self.optimizer, _TAKE_SPARSE):
+            raise StrategyError(
+                f"{type(self.optimizer).__name__} takes no sparse gradients, got one of shape "
+                f"{tuple(gradient.shape)}; use SparseAdam, SGD or Adagrad, or sparse=False in the nn.Embedding"
+            )
+        return gradient.to_dense() if gradient.is_sparse else gradient
 
     def _build(self) -> None:
         """Makes the inner optimizer over this replica's chunk, with the state that there is."""
@@ -141,7 +156,7 @@ class SplitUpdate:
                     self._hidden[number] = placement.name
             groups.append({**group, "params": parts})
         self._inner = over(self.optimizer, groups, known)
-        self._ids = list(map(id, parameters_of(self.optimizer)))
+        self._ids = _ids(self.optimizer)
 
     def _share(self) -> None:
         """Moves state that this replica has made into shared memory."""
@@ -160,6 +175,29 @@ class SplitUpdate:
             if found := views.get(name):
                 self.optimizer.state[parameters[number]].update(found)
                 del self._hidden[number]
+        self._mark = StateMark(self.optimizer, versions=False)
+
+    def is_state_changed(self) -> bool:
+        """Whether the program has changed the state of the optimizer, in place or by another."""
+        return not self._mark.is_of(self.optimizer) or self._slots.is_written()
+
+    def forget_changes(self) -> None:
+        """In the controller, after a step that failed: shows the state of the last whole update again."""
+        self._slots.drop_written()
+        self.optimizer.state.clear()
+        self._build()
+        self._show()
+
+    def _take_own_parts(self, parameters: Sequence[torch.Tensor]) -> None:
+        """In a step: makes what the program did to the state that of this replica's parts; the others do theirs."""
+        own = {(self._placement(parameters[number]).name, first) for number, _, first, _ in self._parts}
+        parts = [part for part in self._slots.parts if (part.name, part.first) in own]
+        given = {self._placement(each).name: state for each, state in self.optimizer.state.items() if state}
+        for part in parts:
+            part.require_fitting(given.get(part.name), type(self.optimizer).__name__)
+        self._slots.write(given, parts)
+        self._slots.drop_written()
+        self._build()
 
     def new_slots(self, *, loaded: bool = False) -> Slots | None:
         """In the controller: memory for the state, if that which there is does not fit any more.
@@ -190,6 +228,9 @@ class SplitUpdate:
         """
         if loaded:
             self._private = []
+            if self._runtime.rank:
+                self.optimizer.state.clear()
+            self._slots.drop_written()
         self._slots = slots
         self._build()
         self._share()
@@ -223,6 +264,10 @@ class SplitUpdate:
     def _placement(self, parameter: torch.Tensor) -> Placement:
         placement: Placement = self._copies.find(parameter)[1]
         return placement
+
+
+def _ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 def _signature(group: Mapping[str, Any]) -> Any:

@@ -6,12 +6,12 @@ does, in one piece, whatever parts it is updated in: so the state of whole param
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
 
-from stratagem.errors import ParameterError
+from stratagem.errors import ParameterError, StrategyError
 from stratagem.processes.region import Region
 from stratagem.variables.optimizer_slices import BLOCK, bare_step, over
 from stratagem.variables.store import Placement, laid_out, piece
@@ -69,6 +69,23 @@ class Part:
         """Of the parameter."""
         return self.placement.name
 
+    def require_fitting(self, state: Mapping[str, Any] | None, kind: str) -> None:
+        """Refuses a state for which there is no memory.
+
+        Args:
+            state: Of the whole parameter; `None` if it has none.
+            kind: The class of the optimizer.
+        """
+        for cell in self.cells if state else ():
+            value = state.get(cell.key) if state else None
+            shape = self.placement.shape if self.is_flat and cell.shape else cell.shape
+            if value is None or torch.as_tensor(value).numel() != torch.Size(shape).numel():
+                found = "nothing" if value is None else f"a value of shape {tuple(torch.as_tensor(value).shape)}"
+                raise StrategyError(
+                    f"the state that a step gives a {kind} must have all that it has: {cell.key!r} of "
+                    f"{self.placement.label!r} is of shape {shape}, got {found}; give it whole, or clear it"
+                )
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +108,9 @@ class Slots:
     def views(self) -> dict[int, dict[str, Any]]:
         """The state of whole parameters, by name, where it lies; without those that have none yet.
 
-        What is not of a parameter's shape, as a count of steps, each part has for itself: shown is that of the first.
+        What is written to a view is this process' own until `write` takes it: else a change in place that all
+        replicas make would be made several times. What is not of a parameter's shape, as a count of steps, each part
+        has for itself: shown is that of the first.
         """
         found: dict[int, dict[str, Any]] = {}
         for part in self.parts:
@@ -102,11 +121,21 @@ class Slots:
     def _whole(self, part: Part, cell: SlotCell) -> Any:
         if cell.is_number:
             return self.cell(cell).item()
+        region = self.regions[cell.region]
         if not part.is_flat or not cell.shape:
-            return self.cell(cell)
+            return region.private(cell.dtype, cell.offset, torch.Size(cell.shape).numel()).view(cell.shape)
         start = cell.offset - part.first * cell.dtype.itemsize
-        flat = self.regions[cell.region].shared(cell.dtype, start, part.placement.numel)
+        flat = region.private(cell.dtype, start, part.placement.numel)
         return flat.as_strided(part.placement.shape, part.placement.stride)
+
+    def is_written(self) -> bool:
+        """Whether this process has written to views."""
+        return any(len(region.written_pages()) for region in self.regions)
+
+    def drop_written(self) -> None:
+        """Lets views show what all have."""
+        for region in self.regions:
+            region.drop(region.written_pages())
 
     def read(self) -> dict[int, dict[str, Any]]:
         """Copies of the state of whole parameters, by name; the caller sees to it that nobody writes."""
@@ -115,9 +144,14 @@ class Slots:
             for name, own in self.views().items()
         }
 
-    def write(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Takes the state of whole parameters, by name; the caller sees to it that nobody reads."""
-        for part in self.parts:
+    def write(self, states: Mapping[int, Mapping[str, Any]], parts: Iterable[Part] | None = None) -> None:
+        """Takes the state of whole parameters, by name; the caller sees to it that nobody reads.
+
+        Args:
+            states: The state of each; those that are not in it have none.
+            parts: Which parts of them; by default all.
+        """
+        for part in self.parts if parts is None else parts:
             given = states.get(part.name)
             self.cell(part.flag).fill_(1 if given else 0)
             for cell in part.cells if given else ():

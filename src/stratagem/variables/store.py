@@ -2,7 +2,8 @@
 
 A store holds tensors of one dtype, one after the other. Every replica's parameter is a private view
 of the same pages (`processes.region`): one copy serves all, updates through the shared view reach all, and a
-change in place is the replica's own until it is published.
+change in place is the replica's own until it is published. Each tensor has a storage of its own, so that
+`torch.save` writes that tensor and no other, and autograd counts its changes alone.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from typing import Any, final
 
 import torch
 
+from stratagem import _torch
 from stratagem.errors import StrategyError
 from stratagem.processes.region import Region
 
@@ -36,6 +38,67 @@ class Placement:
 
 
 @final
+class Homes:
+    """Where tensors lie in a flat memory, each in a storage of its own; the program's are brought back if they move.
+
+    Args:
+        flat: The memory.
+        placements: Where each tensor lies in it.
+    """
+
+    def __init__(self, flat: torch.Tensor, placements: Sequence[Placement]) -> None:
+        self._placements = placements
+        self._device = flat.device
+        if flat.device.type == "cpu":
+            data = flat.view(torch.uint8).numpy()
+            self._kept = [_part(data, flat.dtype, each) for each in placements]
+        else:  # one storage for all, but a count of changes for each
+            self._kept = [piece(flat, each.offset, each.offset + each.numel).data for each in placements]
+        self._addresses = [each.data_ptr() for each in self._kept]
+        self._dtype = flat.dtype
+
+    def make(self, number: int) -> torch.Tensor:
+        """A new tensor at the place of one."""
+        placement, kept = self._placements[number], self._kept[number]
+        made = torch.empty(0, dtype=self._dtype, device=self._device)
+        made.set_(kept.untyped_storage(), kept.storage_offset(), placement.shape, placement.stride)
+        return made
+
+    def bring_back(self, tensors: Sequence[torch.Tensor | None]) -> list[int]:
+        """Brings tensors home that the program gave other memory (`weight.data = ...`), with their values.
+
+        What the program has kept of a home (`backup = weight.data`) gets memory of its own, and keeps its values.
+
+        Returns:
+            Which had moved.
+        """
+        moved = [
+            number
+            for number, (tensor, address) in enumerate(zip(tensors, self._addresses, strict=True))
+            if tensor is not None and tensor.data_ptr() != address
+        ]
+        if not moved:
+            return moved
+        for number in moved:
+            self._check(tensors[number], self._placements[number])
+        if self._device.type == "cpu":
+            _torch.move_aliases([each for number in moved if _is_used(each := self._kept[number])])
+        with torch.no_grad():
+            for number in moved:
+                tensor: Any = tensors[number]
+                tensor.data = self.make(number).copy_(tensor)
+        return moved
+
+    def _check(self, tensor: Any, placement: Placement) -> None:
+        if tensor.dtype != self._dtype or tuple(tensor.shape) != placement.shape or tensor.device != self._device:
+            where = "the CPU" if self._device.type == "cpu" else str(self._device)
+            raise StrategyError(
+                f"{placement.label!r} was distributed as {self._dtype} {placement.shape} on {where} and is now "
+                f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; convert a model before its first run"
+            )
+
+
+@final
 class Store:
     """Tensors of one dtype in shared memory, as one process sees them.
 
@@ -53,6 +116,7 @@ class Store:
         self.shared = region.shared(dtype, 0, self.num_elements)
         self.private = region.private(dtype, 0, self.num_elements)
         self.gone: set[int] = set()
+        self._homes = Homes(self.private, self.placements)
         self._tensors: list[Any] = []
 
     @property
@@ -80,37 +144,21 @@ class Store:
             offset += -(-tensor.numel() // per_line) * per_line
         store = cls(Region.create(offset * dtype.itemsize), dtype, placements)
         with torch.no_grad():
-            for (_, tensor), placement in zip(named, placements, strict=True):
+            for number, ((_, tensor), placement) in enumerate(zip(named, placements, strict=True)):
                 shaped(store.shared, placement).copy_(tensor)
-                tensor.data = shaped(store.private, placement)
+                tensor.data = store._homes.make(number)
         store._tensors = [weakref.ref(tensor) for _, tensor in named]
         return store
 
     def bring_back(self) -> None:
-        """Moves tensors that the program gave other memory (`weight.data = ...`) back into the store."""
-        start, size = self.private.data_ptr(), self.dtype.itemsize
-        for tensor, placement in zip(self.tensors, self.placements, strict=True):
-            if tensor is None or tensor.data_ptr() == start + placement.offset * size or not placement.numel:
-                continue
-            if tensor.dtype != self.dtype or tuple(tensor.shape) != placement.shape or tensor.device.type != "cpu":
-                raise StrategyError(
-                    f"{placement.label!r} was distributed as {self.dtype} {placement.shape} on the CPU and is now "
-                    f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; convert a model before its first run"
-                )
-            view = shaped(self.private, placement)
-            with torch.no_grad():
-                view.copy_(tensor)
-            tensor.data = view
+        """Moves tensors that the program gave other memory back into the store."""
+        self._homes.bring_back(self.tensors)
 
     def build_tensors(self) -> None:
         """Makes this process' own tensors over the store, in a child."""
-        storage, start = self.private.untyped_storage(), self.private.storage_offset()
-        for placement in self.placements:
-            # Not views of one tensor: those count changes together, and autograd then takes a change of one for a
-            # change of all.
-            view = torch.empty(0, dtype=self.dtype)
-            view.set_(storage, start + placement.offset, placement.shape, placement.stride)
-            self._tensors.append(torch.nn.Parameter(view, placement.requires_grad) if placement.is_parameter else view)
+        for number, placement in enumerate(self.placements):
+            made = self._homes.make(number)
+            self._tensors.append(torch.nn.Parameter(made, placement.requires_grad) if placement.is_parameter else made)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Store, (self.region, self.dtype, self.placements)
@@ -131,3 +179,14 @@ def piece(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
 def shaped(flat: torch.Tensor, placement: Placement) -> torch.Tensor:
     """The tensor of a placement, as a view of a flat vector that is laid out like its store."""
     return flat.as_strided(placement.shape, placement.stride, flat.storage_offset() + placement.offset)
+
+
+def _part(data: Any, dtype: torch.dtype, placement: Placement) -> torch.Tensor:
+    if not placement.numel:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, offset=placement.offset * dtype.itemsize, count=placement.numel)
+
+
+def _is_used(kept: torch.Tensor) -> bool:
+    """Whether anything lies in the storage of a tensor besides the tensor itself."""
+    return _torch.num_storage_users(kept) > 2  # it, and the object that is asked

@@ -7,7 +7,7 @@ sends them while the backward pass still runs.
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -19,7 +19,7 @@ from stratagem.variables.ledger import Summed
 from stratagem.variables.participant import Participant
 from stratagem.variables.store import Placement, Store, laid_out, shaped
 
-FINITE_FLAG, ALL_FINITE_FLAG, IN_TIME_FLAG = 0, 3, 4
+FINITE_FLAG, ALL_FINITE_FLAG, IN_TIME_FLAG, SPARSE_FLAG, ALL_SPARSE_FLAG = 0, 3, 4, 8, 9
 
 
 @final
@@ -79,12 +79,14 @@ class Windows:
             present.append(there)
             is_finite &= own_part_is_finite
         signals.put_flag(FINITE_FLAG, int(is_finite))
+        signals.put_flag(SPARSE_FLAG, int(any(each.is_sparse for each in gradients.values())))
         signals.barrier()
-        is_finite = all(signals.flags(FINITE_FLAG))
+        is_finite, any_sparse = all(signals.flags(FINITE_FLAG)), any(signals.flags(SPARSE_FLAG))
         if self._replica.recipe.num_machines > 1:
-            present, is_finite = self._sum_between_machines(present, locals_, late=late)
+            present, is_finite = self._sum_between_machines(present, locals_, late=late, any_sparse=any_sparse)
+            any_sparse = bool(signals.flags(ALL_SPARSE_FLAG)[0])
         pairs = zip(self._rows, present, strict=True)
-        return Summed({name for row, there in pairs for name in row.named(there)}, is_finite)
+        return Summed({name for row, there in pairs for name in row.named(there)}, is_finite, any_sparse)
 
     def total(self, name: int) -> torch.Tensor:
         row, number = self._row_of[name]
@@ -99,6 +101,7 @@ class Windows:
         vectors: Sequence[Sequence[torch.Tensor | None]],
         *,
         late: bool,
+        any_sparse: bool,
     ) -> tuple[list[list[bool]], bool]:
         """Sums on over the machines, in the first replica of each; the others wait for it.
 
@@ -106,17 +109,19 @@ class Windows:
             present: Which gradients replicas of this machine have.
             vectors: This replica's own.
             late: Whether some were added to after they had been sent.
+            any_sparse: Whether replicas of this machine have sparse ones.
         """
         signals, between = self._replica.signals, self._replica.between
         if between is not None:
-            # How many machines were late, and have each gradient: travels beside the last windows.
-            counts = torch.tensor([late, *(each for there in present for each in there)], dtype=torch.int32)
+            # How many machines were late, have sparse ones, and have each gradient: travels beside the last windows.
+            counts = torch.tensor([late, any_sparse, *(each for there in present for each in there)], dtype=torch.int32)
             wait_for_counts = between.start_sum(counts)
             # A sum over all machines that is finite on one is so on all: what is not, no other number mends.
             finite = [row.exchange.finish() for row in self._rows]
-            num_late, *anywhere = wait_for_counts().tolist()
+            num_late, num_sparse, *anywhere = wait_for_counts().tolist()
             signals.put_flag(ALL_FINITE_FLAG, int(all(finite)))
             signals.put_flag(IN_TIME_FLAG, int(not num_late))
+            signals.put_flag(ALL_SPARSE_FLAG, int(num_sparse > 0))
             for row, there in zip(self._rows, present, strict=True):
                 row.exchange.note_anywhere([int(each > 0) for each in anywhere[: len(there)]])
                 anywhere = anywhere[len(there) :]
@@ -125,7 +130,7 @@ class Windows:
             for row, own in zip(self._rows, vectors, strict=True):
                 row.exchange.add_up(own, self._start_sum)
             signals.barrier()
-            return self._sum_between_machines(present, vectors, late=False)
+            return self._sum_between_machines(present, vectors, late=False, any_sparse=any_sparse)
         return [row.exchange.anywhere() for row in self._rows], bool(signals.flags(ALL_FINITE_FLAG)[0])
 
 
@@ -152,9 +157,7 @@ class _Row:
     def flat(self, gradients: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
         """This replica's own gradients: large ones flat, in the order of their parameter's memory."""
         return [
-            _dense(gradients.get(placement.name), placement)
-            if is_small
-            else _flat(gradients.get(placement.name), placement)
+            _dense(gradients.get(placement.name)) if is_small else _flat(gradients.get(placement.name), placement)
             for placement, is_small in self._forms
         ]
 
@@ -191,8 +194,8 @@ class _EarlyWindows:
         for row in rows if self._start_sum is not None else ():
             row.exchange.forget()
             for number, parameter in enumerate(row.store.tensors):
-                if parameter is not None and parameter.requires_grad and not _torch.post_accumulate_hooks(parameter):
-                    hook: Callable[[torch.Tensor], None] = functools.partial(self._arrive, row, number)
+                if parameter is not None and parameter.requires_grad:
+                    hook = _torch.LibraryHook(functools.partial(self._arrive, row, number))
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def end(self) -> bool:
@@ -217,15 +220,10 @@ class _EarlyWindows:
 
 
 def _flat(gradient: torch.Tensor | None, placement: Placement) -> torch.Tensor | None:
-    """A gradient as a flat vector in the order of its parameter's memory."""
-    gradient = _dense(gradient, placement)
+    """A gradient as a flat vector in the order of its parameter's memory; not one that is sparse."""
+    gradient = _dense(gradient)
     return None if gradient is None else laid_out(gradient, placement).as_strided((placement.numel,), (1,))
 
 
-def _dense(gradient: torch.Tensor | None, placement: Placement) -> torch.Tensor | None:
-    if gradient is not None and gradient.layout != torch.strided:
-        raise StrategyError(
-            f"{placement.label!r} of shape {placement.shape} got a sparse gradient, which replicas cannot sum; "
-            f"use sparse=False in its nn.Embedding"
-        )
-    return gradient
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None or gradient.is_sparse else gradient

@@ -1,18 +1,20 @@
 """Launchers of two machines, both on this one: threads where that will do, processes where one dies."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from stratagem.cluster import token
+from stratagem.cluster.io_thread import IoThread
 from stratagem.cluster.launch.ctrl_c import CtrlC
 from stratagem.cluster.launch.environment import Offer
 from stratagem.cluster.launch.failures import Failure
@@ -21,6 +23,7 @@ from stratagem.cluster.launch.plan import Machine, Order
 from stratagem.cluster.launch.rendezvous import Rendezvous
 from stratagem.cluster.launch.user_program import UserProgram
 from stratagem.errors import LaunchError
+from tests.cluster import nursery
 
 pytestmark = pytest.mark.slow
 
@@ -172,8 +175,9 @@ if restart == "0":
 
 def start(tmp_path: Path, endpoint: str, rank: int, *arguments: str) -> subprocess.Popen[str]:
     options = ["--nnodes", "2", "--node-rank", str(rank), "--rdzv-endpoint", endpoint, "--workers", "1", *arguments]
-    return subprocess.Popen(
-        [sys.executable, "-m", "stratagem", "run", *options],
+    return nursery.Program(
+        ["-m", "stratagem", "run", *options],
+        launches=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -181,7 +185,9 @@ def start(tmp_path: Path, endpoint: str, rank: int, *arguments: str) -> subproce
     )
 
 
-def test_program_runs_on_two_machines_and_again_after_a_failure_on_one(tmp_path: Path, endpoint: str) -> None:
+def test_program_runs_on_two_machines_and_again_after_a_failure_on_one(
+    tmp_path: Path, endpoint: str, forked_tasks: None
+) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     first = start(tmp_path, endpoint, 0, "--max-restarts", "2", "train.py")
     second = start(tmp_path, endpoint, 1, "--max-restarts", "2", "--ps", "1", "train.py")
@@ -199,7 +205,7 @@ def test_program_runs_on_two_machines_and_again_after_a_failure_on_one(tmp_path:
     assert told["worker-1"][1] == [], "only the first machine listens"
 
 
-def test_machine_that_is_lost_ends_the_others(tmp_path: Path, endpoint: str) -> None:
+def test_machine_that_is_lost_ends_the_others(tmp_path: Path, endpoint: str, forked_tasks: None) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     first = start(tmp_path, endpoint, 0, "train.py", "wait")
     second = start(tmp_path, endpoint, 1, "train.py", "wait")
@@ -217,7 +223,23 @@ def test_machine_that_is_lost_ends_the_others(tmp_path: Path, endpoint: str) -> 
     assert "the output of all tasks is in " in logs
 
 
-def test_waiting_for_machines_ends_at_ctrl_c(tmp_path: Path, endpoint: str) -> None:
+def test_ctrl_c_while_a_launcher_starts_to_listen_leaves_no_thread_behind(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes when the thread of the sockets has begun, and nobody but the one who starts it knows of it."""
+    start_thread = IoThread.start
+
+    def start_at_a_bad_moment(thread: IoThread) -> None:
+        start_thread(thread)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(IoThread, "start", start_at_a_bad_moment)
+    with CtrlC() as interrupts, pytest.raises(SignalException), linked(order(endpoint, 0), interrupts):
+        pass
+    assert interrupts.asked == signal.SIGINT
+
+
+def test_waiting_for_machines_ends_at_ctrl_c(tmp_path: Path, endpoint: str, forked_tasks: None) -> None:
     (tmp_path / "train.py").write_text(PROGRAM)
     launcher = start(tmp_path, endpoint, 0, "--join-timeout", "1000", "train.py")  # the test's own limit is below that
     host, port = endpoint.split(":")

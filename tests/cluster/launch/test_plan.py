@@ -78,7 +78,9 @@ def test_machines_together_make_one_cluster(program: UserProgram, monkeypatch: p
         Offer("second", {"worker": ["b:1", "b:2"], "ps": ["b:3"], "evaluator": [""]}, "b:9"),
     ]
     machine = Machine(1, 2, ENDPOINT)
-    plan = plan_of(program, num_workers=2, num_ps=1, evaluator=True, machine=machine, devices="cpu:2")
+    plan = plan_of(
+        program, num_workers=2, num_ps=1, evaluator=True, machine=machine, devices="cpu:2", heartbeat_timeout_s=90.0
+    )
     tasks = tasks_here(plan, offers, restart=1, token_file=SECRET)
     assert [task.name for task in tasks] == ["worker/1", "worker/2", "ps/1", "evaluator/0"]
     expected = {"chief": ["a:1"], "worker": ["a:2", "b:1", "b:2"], "ps": ["a:3", "b:3"]}
@@ -87,6 +89,7 @@ def test_machines_together_make_one_cluster(program: UserProgram, monkeypatch: p
         assert config["cluster"] == expected
         assert f"{config['task']['type']}/{config['task']['index']}" == task.name
         assert task.environment["STRATAGEM_TOKEN_FILE"] == SECRET
+        assert task.environment["STRATAGEM_HEARTBEAT_TIMEOUT"] == "90"
         assert task.environment.get("TORCHELASTIC_RUN_ID") == ("first" if task.seat.trains else None)
         assert task.environment["TORCHELASTIC_RESTART_COUNT"] == "1"
     told = [

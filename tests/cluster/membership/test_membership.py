@@ -19,10 +19,10 @@ import pytest
 import stratagem as sg
 from stratagem.cluster import Membership, channel
 from stratagem.cluster import token as tokens
+from stratagem.cluster.liveness import Pulse, Rhythm, unconfirmed_by_descriptor_s, unconfirmed_s
 from stratagem.cluster.membership.compatibility import Introduction
 from stratagem.cluster.membership.keeper import Keeper
 from stratagem.cluster.membership.member_messages import MessageKind
-from stratagem.cluster.membership.members import Pulse
 from stratagem.cluster.membership.shared_values import ValueRequest
 from stratagem.errors import ClusterError, ClusterJoinError, ClusterSpecError, ClusterTimeoutError, HandshakeError
 from tests.cluster.tasks import PATIENCE_S, TaskProcess, begin, free_ports, listening_at, send_begin, started, workers
@@ -31,7 +31,7 @@ from tests.cluster.test_channel import holder
 pytestmark = [pytest.mark.usefixtures("token_file", "forked_tasks"), pytest.mark.slow]
 
 # A third of the usual patience: what is to be noticed is noticed as well.
-QUICK = {"heartbeat_s": 0.3, "join_timeout_s": 30.0}
+QUICK = {"heartbeat_s": 0.3, "heartbeat_timeout_s": 1.2, "join_timeout_s": 30.0}
 
 
 @pytest.fixture
@@ -387,7 +387,7 @@ def test_what_a_lost_task_says_is_refused() -> None:
         for each in (peer, again):
             each.abort()
 
-    with host_here(cluster, heartbeat_s=0.1) as (host, _):
+    with host_here(cluster, heartbeat_timeout_s=0.4) as (host, _):
         wait_until_here(host, "worker/0")
         asyncio.run(live_on())
         assert [lost.member.task for lost in host.losses] == ["worker/1"]
@@ -401,6 +401,15 @@ def test_task_that_stops_for_a_moment_is_not_lost(three: list[TaskProcess]) -> N
     three[2].ask("__import__('time').sleep(1)")
     for task in three[:2]:
         task.signal(signal.SIGCONT)
+    assert [task.ask("[m().add('n', 1) > 0, m().losses]") for task in three] == [[True, []]] * 3
+
+
+def test_task_that_holds_the_lock_of_python_is_not_lost(three: list[TaskProcess]) -> None:
+    """As a large `json.load` does: no thread of it runs, and its machine answers for it."""
+    begin(three, workers(3), heartbeat_s=0.1)
+    for task in three[:2]:  # one of them is the host
+        task.send("__import__('ctypes').PyDLL(None).usleep(1_000_000)")
+    assert [task.value() for task in three[:2]] == [0, 0]
     assert [task.ask("[m().add('n', 1) > 0, m().losses]") for task in three] == [[True, []]] * 3
 
 
@@ -488,11 +497,11 @@ def test_task_that_starts_anew_waits_for_a_host_that_does_too(three: list[TaskPr
 
 def test_silence_counts_only_while_the_one_who_listens_runs() -> None:
     now = [0.0]
-    pulse = Pulse(heartbeat_s=1.0, num_missed=3, monotonic=lambda: now[0])
+    pulse = Pulse(Rhythm(1.0, 3, 30.0), monotonic=lambda: now[0])
 
     def is_lost_after(elapsed_s: float) -> bool:
         now[0] += elapsed_s
-        return pulse.is_lost()
+        return bool(pulse.why_lost(unconfirmed_s=1000.0))
 
     # As after a long stop of this very process: what came meanwhile is still to be read.
     assert not is_lost_after(1000.0)
@@ -501,6 +510,41 @@ def test_silence_counts_only_while_the_one_who_listens_runs() -> None:
     assert looks == [False] * 14 + [True]
     pulse.heard()
     assert not is_lost_after(0.25)
+
+
+@pytest.mark.parametrize(
+    ("unconfirmed", "lost_s", "why"),
+    [
+        (0.0, 30.0, "its machine answers, so its process is stopped or busy; .* raise heartbeat_timeout_s=30"),
+        (3.0, 30.0, "its machine answers"),
+        (3.75, 3.75, "its machine does not answer either"),
+    ],
+)
+def test_task_has_as_long_as_its_machine_answers_for_it(unconfirmed: float, lost_s: float, why: str) -> None:
+    now = [0.0]
+    pulse = Pulse(Rhythm(1.0, 3, 30.0), monotonic=lambda: now[0])
+    while not (said := pulse.why_lost(unconfirmed)):
+        now[0] += 0.25
+    assert now[0] == lost_s
+    assert re.match(f"no sign of life for {lost_s:.1f} s; {why}", said)
+
+
+def test_short_timeout_makes_signs_of_life_come_more_often() -> None:
+    assert Rhythm(1.0, 3, 30.0).beat_s == 1.0
+    assert Rhythm(1.0, 3, 2.0).beat_s == 0.5
+
+
+def test_system_tells_of_a_machine_that_does_not_read_that_it_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        receiver, _ = listener.accept()
+    with sender, receiver:
+        sender.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sender.send(bytes(2**20))
+        assert unconfirmed_s(sender) == unconfirmed_by_descriptor_s(sender.fileno()) == 0.0
+    assert unconfirmed_s(sender) == unconfirmed_by_descriptor_s(-1) == 0.0
 
 
 # The store, in one process
@@ -578,6 +622,7 @@ def test_membership_can_use_a_server_that_is_there() -> None:
     [
         ({"join_timeout_s": 0}, "join_timeout_s is a number of seconds above 0, got 0"),
         ({"heartbeat_s": 0}, "heartbeat_s is a number of seconds from 0.01 to 3600, got 0"),
+        ({"heartbeat_timeout_s": float("inf")}, "heartbeat_timeout_s is a number of seconds above 0, got inf"),
         ({"num_missed": 0}, "num_missed is a whole number from 1 to 1000, got 0"),
         ({"signature": {"a": object()}}, "a signature is made of texts, numbers, lists"),
         ({"signature": {"a": "x" * 2**20}}, "at most 524288 are sent; compare a hash of it"),

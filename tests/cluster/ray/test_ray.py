@@ -104,7 +104,9 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Iterat
             cluster.shutdown()
             patch.undo()
             reset_auth_token_state()
-    shutil.rmtree(folder, ignore_errors=True)
+            # Workers end when they notice that their raylet has; on a busy machine that takes a while.
+            await_none("processes of Ray", lambda: with_variable("RAY_TMPDIR", folder))
+            shutil.rmtree(folder, ignore_errors=True)
     await_none("connections over the network", lambda: connections(os.getpid()) - before)
 
 
@@ -329,6 +331,7 @@ def test_example_starts_a_ray_of_its_own_that_lets_nobody_else_in(tmp_path: Path
     found = [each for pid in at_home(home) - {process.pid} for each in connections(pid)]
     listening = [address for address, state, _ in found if state == "0A"]
     (folder,) = {folder for pid in at_home(home) for folder in folders_of_ray(pid)}
+    way_in = folder.parent.stat()
     out, err = process.communicate(timeout=100)
     assert (process.returncode, err) == (0, "")
     losses = [float(each) for each in re.findall(r"epoch +\d: loss (\S+),", out)]
@@ -339,7 +342,8 @@ def test_example_starts_a_ray_of_its_own_that_lets_nobody_else_in(tmp_path: Path
     token = home / ".ray" / "auth_token"
     assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     await_none("processes of Ray", lambda: at_home(home))
-    assert not folder.exists()
+    assert (way_in.st_mode & 0o777, way_in.st_uid) == (0o700, os.getuid()), "nobody else comes to what Ray has on disk"
+    assert not folder.parent.exists()
 
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -347,10 +351,15 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 def at_home(home: Path) -> set[int]:
     """The processes that have inherited a home."""
+    return with_variable("HOME", str(home))
+
+
+def with_variable(name: str, value: str) -> set[int]:
+    """The processes that were started with a variable in their environment."""
     found = set()
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            if f"HOME={home}".encode() in file.read_bytes().split(b"\0"):
+            if f"{name}={value}".encode() in file.read_bytes().split(b"\0"):
                 found.add(int(file.parent.name))
     return found
 

@@ -5,7 +5,7 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import stratagem as sg
 from stratagem.devices.inventory import Inventory
 from stratagem.errors import (
+    DeviceConfigurationError,
     DeviceNotFoundError,
     DevicesInUseError,
     FeedError,
@@ -498,11 +499,98 @@ def test_memory_of_gpus_is_limited(inventory: Inventory) -> None:
         ),
         (sg.SessionConfig(gpu_options=sg.GPUOptions(allow_growth=1)), "allow_growth is True or False, got 1"),  # type: ignore[arg-type]
         ("all", "the settings of a session are sg.SessionConfig"),
+        (sg.SessionConfig(gpu_options=sg.GPUOptions(visible_device_list="0;1")), "is a text such as '0,2', got '0;1'"),
+        (sg.SessionConfig(gpu_options=sg.GPUOptions(visible_device_list="1,1")), "names each GPU once, got '1,1'"),
+        (sg.SessionConfig(gpu_options=sg.GPUOptions(visible_device_list="1,7")), "names GPU 7; there are 4, numbered"),
+        (sg.SessionConfig(device_count={"GPX": 1}), "unknown kind of device 'GPX'.*Did you mean 'gpu'"),
+        (sg.SessionConfig(device_count={"CPU": 0}), r"device_count\['CPU'\] is a number from 1 to 1024, got 0"),
+        (sg.SessionConfig(device_count=[1]), r"device_count is a dict such as \{'GPU': 1\}, got \[1\]"),  # type: ignore[arg-type]
+        (sg.SessionConfig(intra_op_parallelism_threads=-1), "intra_op_parallelism_threads is a number from 0 to"),
+        (sg.SessionConfig(inter_op_parallelism_threads=True), "inter_op_parallelism_threads is a number from 0 to"),
+        (sg.SessionConfig(isolate_session_state=1), "isolate_session_state is True or False, got 1"),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_settings_are_refused(config: sg.SessionConfig, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         sg.Session(sg.Graph(), config=config)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: setattr(sg.SessionConfig(), "log_device_placment", True), "did you mean 'log_device_placement'"),
+        (lambda: sg.SessionConfig(alow_soft_placement=True), "no setting .*; did you mean 'allow_soft_placement'"),  # type: ignore[call-arg]
+        (lambda: sg.GPUOptions(per_process_gpu_memory=0.4), "did you mean 'per_process_gpu_memory_fraction'"),  # type: ignore[call-arg]
+        (lambda: setattr(sg.GPUOptions(), "x", 1), "'x'; it has allow_growth, per_process_gpu_memory_fraction, vis"),
+        (lambda: setattr(sg.SessionConfig(), "graph_options", 1), "TensorFlow's has no counterpart here, leave it out"),
+    ],
+)
+def test_setting_that_does_not_exist_is_refused_with_a_suggestion(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(DeviceConfigurationError, match=message):
+        call()
+
+
+def device_names(config: sg.SessionConfig) -> list[str]:
+    """The physical devices behind the first two of each kind, where the session has them."""
+    found = []
+    for name in ("/gpu:0", "/gpu:1", "/cpu:0", "/cpu:1"):
+        with sg.Graph() as graph, sg.device(name):
+            one = sg.constant(1.0) + 1
+        with sg.Session(graph, config=config) as session:
+            try:
+                assert session.run(one).item() == 2.0
+            except DeviceNotFoundError:
+                continue
+            logical = next(iter(session._fleet._threads.values())).device.logical  # type: ignore[attr-defined]
+            found.append(f"{name} is {logical.physical.device_type}:{logical.physical.index}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (sg.SessionConfig(), ["/gpu:0 is GPU:0", "/gpu:1 is GPU:1", "/cpu:0 is CPU:0"]),
+        (
+            sg.SessionConfig(gpu_options=sg.GPUOptions(visible_device_list="2, 0")),
+            ["/gpu:0 is GPU:2", "/gpu:1 is GPU:0", "/cpu:0 is CPU:0"],
+        ),
+        (
+            sg.SessionConfig(device_count={"gpu": 1}, gpu_options=sg.GPUOptions(visible_device_list="3,1")),
+            ["/gpu:0 is GPU:3", "/cpu:0 is CPU:0"],
+        ),
+        (sg.SessionConfig(device_count={"GPU": 0, "CPU": 2}), ["/cpu:0 is CPU:0", "/cpu:1 is CPU:0"]),
+        (sg.SessionConfig(device_count={"GPU": 9}), ["/gpu:0 is GPU:0", "/gpu:1 is GPU:1", "/cpu:0 is CPU:0"]),
+    ],
+)
+def test_session_has_the_devices_of_its_settings(config: sg.SessionConfig, expected: list[str]) -> None:
+    assert device_names(config) == expected
+
+
+def test_thread_options_hold() -> None:
+    """Operations compute with so many threads, and so many devices at the same time."""
+    graph, _, total = three_products()
+    config = sg.SessionConfig(intra_op_parallelism_threads=3, inter_op_parallelism_threads=1)
+    with sg.Session(graph, config=config) as session:
+        session.run(total)
+        threads = session._fleet._threads.values()  # type: ignore[attr-defined]
+        assert [each.device.logical.num_threads for each in threads] == [3] * 4
+        at_once, most, lock = 0, 0, threading.Lock()
+
+        def work() -> None:
+            nonlocal at_once, most
+            with lock:
+                at_once += 1
+                most = max(most, at_once)
+            torch.ones(100, 100) @ torch.ones(100, 100)
+            with lock:
+                at_once -= 1
+
+        ended = threading.Semaphore(0)
+        for each in [*threads] * 5:
+            each.do(work, lambda _: ended.release())
+        for _ in range(20):
+            ended.acquire()
+        assert most == 1
 
 
 # Wrong input

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from stratagem.parameters.local.shared_variables import LocalVariables, SharedMemoryOfShards
+from stratagem.variables.aggregation import Aggregation
 
 
 class Program:
@@ -47,3 +48,21 @@ def test_what_the_main_program_writes_is_pulled_and_is_no_push() -> None:
     program.worker.pull()
     assert program.seen.tolist() == [5.0] * 3
     assert not program.worker.is_behind(0)
+
+
+def test_smallest_values_of_workers_come_together_from_infinity() -> None:
+    memory = SharedMemoryOfShards.create(1)
+    main, workers = LocalVariables(memory), [LocalVariables(memory), LocalVariables(memory)]
+    buffers = [torch.full((1,), torch.inf), torch.full((1,), torch.inf)]
+    (held,) = main.place(list(enumerate(buffers)), {}, set())
+    main.add(held)
+    for number, worker in enumerate(workers):
+        seen = worker.build(held)
+        worker.add(held)
+        worker.pull()
+        worker.choose({id(seen[0]): Aggregation.MIN})
+        seen[0].fill_(3.0 + number)
+        seen[1].fill_(5.0 + number)
+    for worker in workers:
+        worker.add_buffers(worker.changed_buffers())
+    assert [float(each) for each in buffers] == [3.0, 6.0]  # the last one's, where nothing else is known

@@ -23,7 +23,7 @@ NewCluster = Callable[..., Cluster]
 PROGRAM = "tests.parameters.network.task_program"
 pytestmark = pytest.mark.usefixtures("forked_tasks")
 
-FAST = {"heartbeat_s": 0.2, "num_missed": 15}
+FAST = {"heartbeat_s": 0.2, "num_missed": 15, "heartbeat_timeout_s": 3.2}
 
 
 @contextlib.contextmanager
@@ -64,6 +64,23 @@ def test_worker_that_is_stopped_is_fenced_when_it_goes_on(new_cluster: NewCluste
         assert kind in ("TaskLostError", "ParameterServerLostError"), message
         trainer.pull()
         assert {each.version for each in trainer.step(2)} == {2}
+
+
+def test_tasks_that_hold_the_lock_of_python_are_not_lost(new_cluster: NewCluster) -> None:
+    """As a large `json.load` does: no thread of theirs runs, and their machine answers for them."""
+    quick = {"heartbeat_s": 0.1, "num_missed": 3}
+    cluster = new_cluster(num_ps=2, **quick)
+    with task() as server, task() as worker:
+        cluster.servers[1].close()
+        assert server.ask(f"serve({cluster.spec!r}, 1, **{quick!r})") == "serving"
+        trainer = cluster.trainer(0, **quick)
+        assert worker.ask(f"train({cluster.spec!r}, 1, **{quick!r})") == "training"
+        for each in (server, worker):
+            each.send("__import__('ctypes').PyDLL(None).usleep(1_000_000)")
+        assert [each.version for each in trainer.step(1)] == [1, 1]
+        assert [each.value() for each in (server, worker)] == [0, 0]
+        assert worker.ask("step(2)") == [2, 2]
+        assert len(cluster.servers[0]._sessions) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from tests.cluster.tasks import free_ports
 
 PROGRAM = Path(__file__).parent / "train_program.py"
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("forked_tasks")]
 
 
 def launch(folder: Path, mode: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "stratagem", "run", "--workers", "2", *options, "-v", PROGRAM, folder, mode]
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=110, check=False)
+    command = ["-m", "stratagem", "run", "--workers", "2", *options, "-v", PROGRAM, folder, mode]
+    return nursery.run(command, 110, launches=True)
 
 
 def starts(folder: Path) -> dict[str, int]:
@@ -76,7 +75,7 @@ print(f"{strategy.task} ends at version {strategy.version}")
 """
 
 
-def test_worker_that_ends_without_closing_its_strategy_has_left(tmp_path: Path, forked_tasks: None) -> None:
+def test_worker_that_ends_without_closing_its_strategy_has_left(tmp_path: Path) -> None:
     tokens.create(tmp_path / "secrets" / "token")
     first, second, third = (f"127.0.0.1:{port}" for port in free_ports(3))
     cluster = {"worker": [first, second], "ps": [third]}

@@ -83,9 +83,7 @@ def test_older_values_never_come_after_newer_ones(new_cluster: NewCluster, share
 def test_memory_is_not_written_while_a_server_may_still_read_it(new_cluster: NewCluster) -> None:
     cluster = new_cluster(num_ps=2)
     pacing = Pacing(max_ahead=0)
-    fast, slow = (
-        Trainer(cluster.worker(index, shares_memory=True, heartbeat_s=0.2, num_missed=15), 2) for index in range(2)
-    )
+    fast, slow = (Trainer(cluster.worker(index, shares_memory=True, heartbeat_timeout_s=2.0), 2) for index in range(2))
     for place, each in enumerate((fast, slow)):
         each.define(has_values=place == 0, pacing=pacing)
     push = fast.client.push(fast.gradients(1), into=fast.values())  # is answered when the other has pushed too

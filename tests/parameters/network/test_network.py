@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -315,6 +316,28 @@ def test_servers_of_which_some_were_started_anew_are_refused(new_cluster: NewClu
     chief = Trainer(cluster.worker(0), 2)
     chief.define(state=state)
     assert [each.version for each in chief.step(2)] == [2, 2]
+
+
+@pytest.mark.parametrize("part", ["executor", "sockets"])
+def test_server_that_cannot_go_on_fails_and_cuts_its_clients_off(token_file: Path, part: str) -> None:
+    with Cluster(num_workers=1) as cluster, ThreadPoolExecutor(1) as threads:
+        cluster.servers[0].close()
+        server = cluster.servers[0] = ParameterServer(cluster.spec, 0).start()
+        serving = threads.submit(server.serve)
+        trainer = cluster.trainer(0)
+        if part == "executor":
+            server._desk._requests.put(lambda: {}["no such thing"])
+        else:
+            server._answers.append(())  # type: ignore[arg-type]
+        with pytest.raises(ParameterServerLostError, match=r"ps/0 at .* is lost: its connection has ended"):
+            [trainer.step(1) for _ in iter(int, 1)]
+        error = serving.exception(PATIENCE_S)
+        server.close()
+    if part == "executor":
+        assert str(error) == "ps/0 cannot go on with its shard"
+        assert isinstance(error.__cause__, KeyError)
+    else:
+        assert isinstance(error, ValueError)
 
 
 def test_servers_may_come_one_long_after_the_other(token_file: Path) -> None:

@@ -114,7 +114,7 @@ def test_worker_that_comes_while_a_push_is_on_its_way_is_as_far_in_all_servers()
         for worker in range(2):
             shard.admit(worker)
         tell = functools.partial(lambda said, request, _: said.append(request.worker), said)
-        paces.append(Pace(Pacing(max_ahead=0), shard, tell, lambda *_: pytest.fail("a push failed")))
+        paces.append(Pace(Pacing(max_ahead=0), shard, tell, lambda *_: pytest.fail("a push failed"), print))
 
     def push(server: int, worker: int, number: int, clock: int) -> None:
         request = ClientRequest(worker, FrameKind.PUSH, {"clock": clock}, (), lambda *_: None)
@@ -266,3 +266,53 @@ def test_synchronous_workers_equal_one_device(new_cluster: NewCluster) -> None:
             for value, own in zip(trained.result(PATIENCE_S), expected, strict=True):
                 torch.testing.assert_close(value, own)
         assert {each.version for each in tasks} == {len(data)}
+
+
+@pytest.mark.parametrize(
+    "consistency", [sg.Async(), sg.BoundedStaleness(1), sg.Synchronous(), sg.Synchronous(backup_workers=1)], ids=repr
+)
+def test_chief_at_a_barrier_waits_for_what_others_push(new_cluster: NewCluster, consistency: Any) -> None:
+    made = threading.Lock()
+
+    def train(strategy: Any) -> tuple[int, int]:
+        with made:  # what is made in a scope is noted for the whole process
+            step = training_step(*build(strategy))
+        strategy.barrier()  # all begin together
+        versions = []
+        for num_steps in (1 + 2 * strategy.input_pipeline[1], 1):
+            for _ in range(num_steps):
+                strategy.run(step, args=(torch.ones(2, 6),))
+            strategy.barrier()
+            versions.append(strategy.state_dict()["version"])
+            strategy.barrier()
+        return versions[0], versions[1] - versions[0]
+
+    cluster = new_cluster(num_ps=2)
+    with contextlib.ExitStack() as stack, beside() as call:
+        tasks = [stack.enter_context(task(cluster, index=index, consistency=consistency)) for index in range(2)]
+        found = [each.result(PATIENCE_S) for each in [call(train, each) for each in tasks]]
+    if isinstance(consistency, sg.Synchronous):
+        assert found[0] == found[1]
+        assert found[0][0] >= 3
+    else:
+        assert found == [(1 + 3, 2)] * 2
+
+
+def test_barrier_waits_for_nobody_who_left_and_names_who_does_not_come(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    strategies = [task(cluster, index=index, stall_timeout_s=0.3) for index in range(2)]
+    for strategy in strategies:
+        strategy.run(training_step(*build(strategy)), args=(torch.ones(2, 6),))
+    first, second = strategies
+    with pytest.raises(ParameterError, match=r"worker/1 has neither come there nor pushed for 0\.3 s"):
+        first.barrier()
+    second.close()
+    first.barrier()
+    assert first.version == 2
+    with pytest.raises(sg.errors.StrategyError, match="closed"):
+        second.barrier()
+    with pytest.raises(sg.errors.StrategyError, match="inside replica 0"):
+        first.run(first.barrier)
+    with task(cluster, "evaluator") as evaluator:
+        evaluator.barrier()
+    first.close()

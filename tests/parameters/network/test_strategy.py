@@ -14,7 +14,7 @@ from torch import nn
 import stratagem as sg
 from stratagem import _env
 from stratagem.cluster import TFConfigResolver
-from stratagem.errors import ParameterError, StratagemWarning, StrategyError
+from stratagem.errors import ClusterJoinError, ParameterError, StratagemWarning, StrategyError
 from stratagem.parameters.consistency import Async, BoundedStaleness, Synchronous
 from stratagem.parameters.network.options import ClusterOptions
 from stratagem.parameters.network.server.pacing import Pacing
@@ -25,9 +25,12 @@ NewCluster = Callable[..., Cluster]
 BATCHES = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
 
 
-def task(cluster: Cluster, job: str = "worker", index: int = 0, **options: Any) -> ClusterTask:
+def task(
+    cluster: Cluster, job: str = "worker", index: int = 0, devices: list[str] | None = None, **options: Any
+) -> ClusterTask:
     described = {"cluster": cluster.spec, "task": {"type": job, "index": index}}
-    return ClusterTask(TFConfigResolver(json.dumps(described)), ClusterOptions.of(join_timeout_s=20, **options))
+    resolver = TFConfigResolver(json.dumps(described))
+    return ClusterTask(resolver, ClusterOptions.of(join_timeout_s=20, **options), devices)
 
 
 def build(strategy: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -71,6 +74,62 @@ def test_one_worker_equals_one_device_with_schedulers_and_clipping(new_cluster: 
         torch.testing.assert_close(value, own)
 
 
+def test_one_worker_with_three_devices_equals_one_device(four_cpus: None, new_cluster: NewCluster) -> None:
+    batches = [torch.randn(size, 6, generator=torch.Generator().manual_seed(size)) for size in (6, 5, 2, 7, 1)]
+
+    def trained(strategy: Any) -> tuple[list[float], list[torch.Tensor], Any]:
+        model, optimizer, scheduler = build(strategy)
+        step = training_step(model, optimizer, scheduler)
+        losses = [
+            float(strategy.reduce("mean", strategy.run(step, args=(batch,)))) for batch in strategy.distribute(batches)
+        ]
+        return losses, [each.detach().clone() for each in model.parameters()], model.state_dict()
+
+    with sg.OneDeviceStrategy() as reference:
+        losses, values, _ = trained(reference)
+    devices = ["cpu:0", "cpu:1", "cpu:2"]
+    for consistency in (sg.Async(), sg.Synchronous()):
+        cluster = new_cluster(num_ps=2, num_workers=1)
+        with task(cluster, devices=devices, consistency=consistency) as strategy:
+            assert strategy.num_replicas_in_sync == 3
+            found, own, saved = trained(strategy)
+            assert strategy.version == len(batches)
+            assert len(strategy.local_results(strategy.run(lambda: torch.ones(1)))) == 3
+            strategy.barrier()
+        torch.testing.assert_close(found, losses)
+        torch.testing.assert_close(own, values)
+        torch.testing.assert_close(list(saved.values()), values)
+
+
+def test_tasks_that_drive_several_devices_say_what_they_cannot_do(four_cpus: None, new_cluster: NewCluster) -> None:
+    two = ["cpu:0", "cpu:1"]
+    cluster = new_cluster()
+    with task(cluster, devices=two) as strategy:
+        with pytest.raises(ClusterJoinError, match=r"worker/0 drives 2 devices and worker/1 1, and data is shared"):
+            task(cluster, index=1, devices=["cpu:2"])
+        with strategy.scope():
+            model = nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(StrategyError, match="a closure may be called often"):
+            strategy.run(lambda: optimizer.step(lambda: model(torch.ones(1, 2)).sum()))
+    with task(new_cluster(num_workers=1), devices=two) as strategy:
+        with strategy.scope():
+            table = nn.Embedding(4, 2, sparse=True)
+            optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        with pytest.raises(StrategyError, match="sparse embeddings go with one device in each worker task"):
+            strategy.run(optimizer.zero_grad)
+
+
+def test_each_worker_reduces_and_gathers_what_it_has_itself(new_cluster: NewCluster) -> None:
+    with task(new_cluster(num_workers=2)) as strategy:
+        model, *_ = build(strategy)
+        result = strategy.run(lambda: torch.ones_like(model[0].bias[:2]))
+        assert strategy.num_replicas_in_sync == 2
+        assert strategy.reduce("sum", result).tolist() == strategy.gather(result).tolist() == [1, 1]
+        with pytest.raises(StrategyError, match=r"strategy\.reduce\(\) was called inside replica 0"):
+            strategy.run(lambda: strategy.reduce("sum", 1.0))
+
+
 def test_state_goes_on_where_it_was_also_with_other_servers(new_cluster: NewCluster) -> None:
     with task(new_cluster(num_workers=1)) as strategy:
         model, optimizer, scheduler = build(strategy)
@@ -83,7 +142,7 @@ def test_state_goes_on_where_it_was_also_with_other_servers(new_cluster: NewClus
         for batch in BATCHES[2:]:
             strategy.run(step, args=(batch,))
         expected = [each.detach().clone() for each in model.parameters()]
-    with task(new_cluster(num_ps=2, num_workers=1), partitioner=sg.FixedShardsPartitioner(2)) as strategy:
+    with task(new_cluster(num_ps=2, num_workers=1), variable_partitioner=sg.FixedShardsPartitioner(2)) as strategy:
         model, optimizer, scheduler = build(strategy, lr=0.05)
         for _ in range(2):
             scheduler._step_count += 1
@@ -134,7 +193,7 @@ def test_each_worker_gets_its_part_of_every_batch_in_one_order(new_cluster: NewC
 
 def test_sparse_embedding_fetches_only_the_rows_of_a_batch(new_cluster: NewCluster) -> None:
     cluster = new_cluster(num_ps=2, num_workers=1)
-    with task(cluster, partitioner=sg.FixedShardsPartitioner(2)) as strategy:
+    with task(cluster, variable_partitioner=sg.FixedShardsPartitioner(2)) as strategy:
         with strategy.scope():
             table = nn.Embedding(50, 3, sparse=True)
             optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
@@ -167,6 +226,22 @@ def test_gradient_that_is_not_finite_reaches_no_server(new_cluster: NewCluster) 
         strategy.pull()
         assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
         assert strategy.version == 1
+
+
+def test_worker_without_rows_runs_on_one_that_reaches_no_server(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    with task(cluster) as first, task(cluster, index=1) as strategy:
+        first.run(training_step(*build(first)), args=(BATCHES[0],))
+        step = training_step(*build(strategy))
+
+        def told(inputs: torch.Tensor) -> tuple[bool, int]:
+            step(inputs)
+            replica = sg.get_replica_context()
+            return replica is not None and replica.has_examples, len(inputs)
+
+        found = [strategy.run(told, args=(batch,)) for batch in strategy.distribute([BATCHES[0][:1], BATCHES[0][:2]])]
+        assert found == [(False, 1), (True, 1)]
+        assert strategy.version == 2
 
 
 def test_step_outside_of_a_run_and_a_scope_without_optimizer_are_refused(new_cluster: NewCluster) -> None:

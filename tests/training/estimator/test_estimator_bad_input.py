@@ -10,6 +10,7 @@ from torch import nn
 
 import stratagem as sg
 from stratagem import estimator as sge
+from stratagem.training.estimator import run_config
 
 X, Y = torch.randn(8, 3), torch.randn(8, 1)
 loss = nn.functional.mse_loss
@@ -37,6 +38,8 @@ PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau(SGD)
 SPECS: list[tuple[dict[str, Any], str]] = [
     ({"mode": "training"}, r"mode is one of 'train', 'eval', 'infer', got 'training'"),
     ({"module": 3}, r"module is a torch module, got int 3"),
+    ({"module": None, "loss": torch.ones(1), "train_op": torch.ones(1)}, r"returns the module, and functions for each"),
+    ({"module": {"classes": 1}}, r"got dict .* EstimatorSpec\(mode, module, loss=lambda outputs, labels: ..., optim"),
     ({"loss": None}, r"mode 'train' needs loss="),
     ({"loss": torch.ones(1)}, r"loss is a function, got a tensor"),
     ({"loss": 3}, r"loss is a function, got int 3"),
@@ -65,8 +68,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
         r"save_checkpoints_steps=1 and save_checkpoints_secs=1",
     ),
     ({"save_checkpoints_steps": 0}, r"save_checkpoints_steps is a positive int, got int 0"),
-    ({"save_checkpoints_secs": -1}, r"more than 0, got -1"),
-    ({"save_checkpoints_secs": "9"}, r"save_checkpoints_secs is a number of seconds, more than 0, got '9'"),
+    ({"save_checkpoints_secs": -1}, r"above 0, got -1"),
+    ({"save_checkpoints_secs": "9"}, r"save_checkpoints_secs is a number of seconds above 0, got '9'"),
     ({"random_seed": 1.5}, r"random_seed is an int, or None, got float 1.5"),
     ({"on_save_error": "ignore"}, r"on_save_error is one of 'raise', 'warn', got 'ignore'"),
     ({"restart": True}, r"restart is one of 'never', 'from_checkpoint', got True"),
@@ -104,14 +107,14 @@ CALLS: list[tuple[Callable[[sge.Estimator], Any], str]] = [
     (lambda it: it.get_variable_names(), r"has no checkpoint; call train first"),
     (lambda it: sge.train_and_evaluate(it, data, data), r"train_spec is a TrainSpec"),  # type: ignore[arg-type]
     (lambda _: sge.TrainSpec(X), r"input_fn is a function"),  # type: ignore[arg-type]
-    (lambda _: sge.EvalSpec(data, throttle_secs=-1), r"throttle_secs is 0 or more, got -1"),
+    (lambda _: sge.EvalSpec(data, throttle_secs=-1), r"throttle_secs is a number of seconds from 0 up, got -1"),
     (lambda _: sge.WarmStartSettings("a", "("), r"regular expression, got '\('"),
     (lambda _: sge.StopAtStepHook(), r"give one of num_steps and last_step"),
     (lambda _: sge.LoggingTensorHook(["lss"]), r"'loss' and 'learning_rate', got 'lss'"),
     (lambda _: sge.StopAtStepHook(num_steps=0), r"num_steps is a positive int, got int 0"),
     (lambda _: sge.CheckpointSaverHook(), r"give one of save_steps and save_secs"),
     (lambda _: sge.CheckpointSaverHook(save_steps=0), r"save_steps is a positive int, got int 0"),
-    (lambda _: sge.CheckpointSaverHook(save_secs=0), r"save_secs is a number of seconds, more than 0, got 0"),
+    (lambda _: sge.CheckpointSaverHook(save_secs=0), r"save_secs is a number of seconds above 0, got 0"),
     (lambda _: sge.CheckpointSaverHook(save_steps=1, on_error="x"), r"on_error is one of 'raise', 'warn', got 'x'"),
     (lambda _: sge.model_to_estimator(LAYER, loss=loss, optimizer=SGD), r"optimizer is a function that makes one"),
 ]
@@ -130,6 +133,29 @@ def test_tensors_without_batch_size_say_how(estimator: sge.Estimator) -> None:
     assert "sg.estimator.Input(data, global_batch_size=...)" in caught.value.__notes__[0]
 
 
+def test_batches_without_labels_are_named(estimator: sge.Estimator, tmp_path: Path) -> None:
+    with pytest.raises(sge.EstimatorError, match=r"loss failed with .* have no labels: let input_fn give"):
+        estimator.train(lambda: [X])
+    estimator.train(data)
+    with pytest.raises(sge.EstimatorError, match=r"loss, or a metric, failed .* have no labels: let input_fn give"):
+        estimator.evaluate(lambda: [X])
+
+    def counting(features: Any, labels: Any, mode: str) -> sge.EstimatorSpec:
+        return model_fn(features, len(labels), mode)
+
+    with pytest.raises(
+        sge.EstimatorError, match=r"model_fn failed with TypeError: .* have no labels: let input_fn give"
+    ):
+        sge.Estimator(counting, tmp_path / "counting").train(lambda: [X])
+
+    def without(features: Any, mode: str) -> sge.EstimatorSpec:
+        module = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        return sge.EstimatorSpec(mode, module, lambda outputs, _: outputs.square().mean(), optimizer=optimizer)
+
+    assert sge.Estimator(without, tmp_path / "without").train(lambda: [X]) is not None
+
+
 def test_endless_evaluation_is_refused(estimator: sge.Estimator) -> None:
     estimator.train(data)
     with pytest.raises(sge.EstimatorError, match="does not end; give steps"):
@@ -141,7 +167,7 @@ def test_estimator_refuses_bad_arguments(tmp_path: Path) -> None:
     file.write_text("")
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: sge.Estimator(3, tmp_path), r"model_fn is a function .* got int 3"),  # type: ignore[arg-type]
-        (lambda: sge.Estimator(model_fn), r"model_dir is the folder for checkpoints, got nothing"),
+        (lambda: sge.Estimator(model_fn, ""), r"model_dir is the folder for checkpoints, got str ''"),
         (lambda: sge.Estimator(model_fn, file), r"model_dir is a folder, .* is a file"),
         (lambda: sge.Estimator(model_fn, file / "in"), r"cannot be written to"),
         (lambda: sge.Estimator(model_fn, tmp_path, {}), r"config is a RunConfig, got dict"),  # type: ignore[arg-type]
@@ -153,6 +179,20 @@ def test_estimator_refuses_bad_arguments(tmp_path: Path) -> None:
     for call, message in cases:
         with pytest.raises(sge.EstimatorError, match=message):
             call()
+
+
+def test_estimator_without_a_folder_takes_a_temporary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.warns(sg.errors.StratagemWarning, match=r"kept in the temporary folder .*, which is removed when"):
+        estimator = sge.Estimator(model_fn, config=sge.RunConfig(save_summary_steps=0))
+    estimator.train(data)
+    assert Path(estimator.model_dir).parent == tmp_path
+    assert estimator.get_variable_value("weight").shape == (1, 3)
+    run_config.remove_temporary_folders()  # as when the program ends
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}')
+    with pytest.raises(sge.EstimatorError, match="which all tasks of a cluster need; give it"):
+        sge.Estimator(model_fn)
 
 
 def test_model_fn_must_return_a_spec_of_its_mode(tmp_path: Path) -> None:

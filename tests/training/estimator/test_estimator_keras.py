@@ -221,6 +221,11 @@ def test_model_is_refused(tmp_path: Path, model: Any, message: str) -> None:
         make(tmp_path, model).train(data)
 
 
+def test_batches_without_labels_are_named(tmp_path: Path) -> None:
+    with pytest.raises(sge.EstimatorError, match=r"the step of Keras failed with .* have no labels: let input_fn give"):
+        make(tmp_path, functional()).train(lambda: sge.Input(X, global_batch_size=16))
+
+
 def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     make(tmp_path, functional()).train(data)
     other = compiled(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]))
@@ -233,5 +238,12 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_options_of_torch_modules_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(sge.EstimatorError, match="compiled with all that it needs; leave out loss"):
-        sge.model_to_estimator(keras_model=functional(), loss=torch.nn.functional.mse_loss, model_dir=tmp_path)
+    for model in ({"keras_model": functional()}, {"module": functional()}):
+        with pytest.raises(sge.EstimatorError, match="compiled with all that it needs; leave out loss"):
+            sge.model_to_estimator(**model, loss=torch.nn.functional.mse_loss, model_dir=tmp_path)
+
+
+def test_model_may_come_by_position(tmp_path: Path) -> None:
+    config = sge.RunConfig(save_summary_steps=0, random_seed=3)
+    estimator = sge.model_to_estimator(functional(), model_dir=tmp_path, config=config).train(data)
+    assert estimator.evaluate(data)["global_step"] > 0

@@ -59,3 +59,22 @@ def test_backend_other_than_torch_is_refused_before_anything_starts() -> None:
     assert done.returncode == 1
     assert "StrategyError: Keras runs on 'jax'" in done.stderr
     assert "Set KERAS_BACKEND=torch before Keras is imported" in done.stderr
+
+
+_LATE = "import stratagem, importlib.util; importlib.util.find_spec('keras'); import keras"
+
+
+@pytest.mark.parametrize("imports", ["import keras, stratagem", pytest.param(_LATE, marks=pytest.mark.soak)])
+def test_synchronized_normalization_is_there_before_any_scope(imports: str) -> None:
+    done = run_program(f"""
+        {imports}
+        import numpy as np
+
+        norm = keras.layers.BatchNormalization(synchronized=True)
+        again = keras.layers.BatchNormalization.from_config(norm.get_config())
+        assert again.synchronized
+        x = np.arange(12, dtype="float32").reshape(6, 2) ** 2
+        found = [layer(x, training=True).detach().tolist() for layer in (again, keras.layers.BatchNormalization())]
+        assert found[0] == found[1], found
+    """)
+    assert done.returncode == 0, done.stderr

@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 import stratagem as sg
 from stratagem.errors import StrategyError
@@ -328,6 +330,10 @@ def test_data_that_is_already_divided_is_refused(strategy: sg.Strategy) -> None:
     data = strategy.distribute((X, Y), global_batch_size=16)
     with pytest.raises(StrategyError, match=r"fit\(\) divides its batches itself, but was given a DistributedLoader"):
         model.fit(data, verbose=0)
+    dataset = TensorDataset(torch.as_tensor(X), torch.as_tensor(Y))
+    loader = DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset, num_replicas=2, rank=0))
+    with pytest.raises(StrategyError, match="a DistributedSampler that leaves 1 of 2 examples to others"):
+        model.fit(loader, verbose=0)
 
 
 def test_several_steps_per_execution_are_refused_as_keras_does(strategy: sg.Strategy) -> None:
@@ -336,13 +342,6 @@ def test_several_steps_per_execution_are_refused_as_keras_does(strategy: sg.Stra
     for loop in (model.fit, model.evaluate):
         with pytest.raises(ValueError, match="`steps_per_execution` must be 1 with the PyTorch backend"):
             loop(X, Y, batch_size=8, verbose=0)
-
-
-def test_jit_compile_is_refused(strategy: sg.Strategy) -> None:
-    with strategy.scope():
-        model = functional(jit_compile=True)
-    with pytest.raises(StrategyError, match="compile it with jit_compile=False"):
-        model.fit(X, Y, verbose=0)
 
 
 @pytest.mark.filterwarnings("ignore:Do not pass an `input_shape`", "ignore:.*shuffle=True")

@@ -325,3 +325,24 @@ def test_model_of_a_closed_strategy_predicts_on_its_own_and_refuses_to_train(fou
     assert model.evaluate(X, Y, verbose=0) == pytest.approx(expected[1], rel=1e-5)
     with pytest.raises(StrategyError, match="MirroredStrategy was closed at"):
         model.fit(X, Y, verbose=0)
+
+
+class Rows(keras.layers.Layer):
+    """Counts rows, and does not say that they add up."""
+
+    def build(self, shape: Any) -> None:
+        self.num_rows = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False, name="num_rows")
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if training:
+            self.num_rows.assign_add(keras.ops.shape(inputs)[0])
+        return inputs
+
+
+def test_integers_that_differ_between_replicas_are_said_once(strategy: sg.Strategy) -> None:
+    model = build(lambda: compiled(keras.Sequential([keras.Input((4,)), Rows(), keras.layers.Dense(2)])), strategy)
+    model.train_on_batch(X[:4], Y[:4])  # two rows each: nobody can tell
+    with pytest.warns(sg.errors.StratagemWarning, match=r"/num_rows'.*aggregation='sum'") as told:
+        model.fit(X[:5], Y[:5], batch_size=5, epochs=3, verbose=0)
+    assert sum(each.category is sg.errors.StratagemWarning for each in told) == 1
+    assert int(model.layers[0].num_rows) == 2 + 3 * 3

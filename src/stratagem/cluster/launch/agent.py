@@ -19,6 +19,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 
+from stratagem._checks import require_seconds
 from stratagem.cluster.launch.ctrl_c import CtrlC
 from stratagem.cluster.launch.failures import Failure, as_shown, first_cause
 from stratagem.cluster.launch.plan import TRAINING, LaunchPlan
@@ -47,9 +48,8 @@ class Patience:
     evaluator_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name, seconds in (("--grace", self.grace_s), ("--evaluator-grace", self.evaluator_s)):
-            if not 0 <= seconds < 10**9:
-                raise LaunchError(f"{name} must be a number of seconds from 0 up, got {seconds:g}")
+        times = {"--grace": self.grace_s, "--evaluator-grace": self.evaluator_s}
+        require_seconds(LaunchError, or_zero=True, **times)
 
 
 @final

@@ -62,6 +62,8 @@ def tasks_here(plan: LaunchPlan, offers: Sequence[Offer], *, restart: int, token
             changes[_env.CUDA_VISIBLE_DEVICES] = ",".join(seat.gpus)
         if order.devices is not None or not seat.trains:
             changes[_env.DEVICES] = order.devices if seat.trains else None
+        if order.heartbeat_timeout_s is not None:
+            changes[_env.HEARTBEAT_TIMEOUT] = f"{order.heartbeat_timeout_s:g}"
         name = f"{seat.job}/{index}" if order.is_cluster else order.program.name
         if order.is_cluster:
             changes |= dict.fromkeys(_TORCHRUN)

@@ -12,7 +12,7 @@ import secrets
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol, final
+from typing import final
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in its __all__
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -50,13 +50,6 @@ class LaunchOutcome:
     failures: tuple[Failure, ...] = ()
     stopped_by: signal.Signals | None = None
     logs: Path | None = None
-
-
-class Launcher(Protocol):
-    """A way of starting the tasks of a plan."""
-
-    def launch(self, plan: LaunchPlan) -> LaunchOutcome:
-        """Runs all tasks until they have ended."""
 
 
 @final

@@ -55,10 +55,10 @@ def linked(order: Order, interrupts: CtrlC) -> Iterator[MachineLink]:
             machine.rank,
             signature={"--max-restarts": order.max_restarts},
             join_timeout_s=machine.join_timeout_s,
+            heartbeat_timeout_s=order.heartbeat_timeout_s,
         )
         token_file = str(tokens.load().path)
-        with interrupts.raising():
-            membership.join()
+        membership.join(waiting=interrupts.raising)
         try:
             host = machine.address or membership.own_host
             yield MachineLink(
@@ -78,7 +78,7 @@ def _lost(membership: Membership) -> Failure | None:
 
 
 def _about_machines(text: str) -> str:
-    return re.sub(rf"\b{LOCAL}/([0-9]+)", r"machine \1", text)
+    return re.sub(rf"\b{LOCAL}/([0-9]+)", r"machine \1", text).replace("heartbeat_timeout_s=", "--heartbeat-timeout ")
 
 
 @contextlib.contextmanager

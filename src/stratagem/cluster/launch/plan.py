@@ -6,9 +6,11 @@ started here.
 """
 
 import dataclasses
+import math
 from typing import Final
 
 from stratagem import _env
+from stratagem._checks import require_seconds
 from stratagem.cluster.address import Address
 from stratagem.cluster.launch.user_program import UserProgram
 from stratagem.cluster.spec import CHIEF, EVALUATOR, PS, WORKER
@@ -57,8 +59,7 @@ class Machine:
                 Address.parse(self.endpoint)
             except ClusterSpecError as error:
                 raise LaunchError(f"--rdzv-endpoint: {error}") from error
-        if self.join_timeout_s <= 0:
-            raise LaunchError(f"--join-timeout must be above 0 s, got {self.join_timeout_s:g}")
+        require_seconds(LaunchError, or_zero=False, **{"--join-timeout": self.join_timeout_s})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Order:
         evaluator: Whether there is an evaluator.
         max_restarts: How often all tasks are started again after a failure.
         machine: Which of several machines this is.
+        heartbeat_timeout_s: How long a task whose machine answers may give no sign of life to the others, and how long
+            a machine; by default 30 s.
     """
 
     program: UserProgram
@@ -84,6 +87,7 @@ class Order:
     evaluator: bool = False
     max_restarts: int = 0
     machine: Machine = Machine()
+    heartbeat_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, number, least in (
@@ -93,6 +97,8 @@ class Order:
         ):
             if number is not None and number < least:
                 raise LaunchError(f"{name} must be a whole number from {least} up, got {number}")
+        if self.heartbeat_timeout_s is not None and not 0 < self.heartbeat_timeout_s < math.inf:
+            raise LaunchError(f"--heartbeat-timeout must be above 0 s, got {self.heartbeat_timeout_s:g}")
         if self.num_workers is None and (self.num_ps or self.chief or self.evaluator or self.machine.count > 1):
             raise LaunchError(
                 "--ps, --chief, --evaluator and --nnodes are for clusters; say with --workers how many workers one has"

@@ -14,9 +14,10 @@ from typing import Final, final
 from stratagem.cluster import channel as channels
 from stratagem.cluster.address import Address
 from stratagem.cluster.channel import Channel, ClosedError, SilentError
+from stratagem.cluster.liveness import Pulse, Rhythm, keep_looking
 from stratagem.cluster.membership.compatibility import Introduction
 from stratagem.cluster.membership.member_messages import Body, MessageKind, shortened
-from stratagem.cluster.membership.members import Member, Pulse, TaskLost, keep_looking, missing_text, why_closed
+from stratagem.cluster.membership.members import Member, TaskLost, missing_text, why_closed
 from stratagem.cluster.membership.shared_values import Reply, ValueRequest
 from stratagem.cluster.spec import Task
 from stratagem.cluster.token import Token
@@ -36,8 +37,7 @@ class Follower:
         participants: All tasks that are to come, the keeper first.
         address: Where the keeper listens.
         token: The secret of the cluster.
-        heartbeat_s: After how long each sign of life follows the last, until the keeper says.
-        num_missed: After how many missed ones a task is lost, until the keeper says.
+        rhythm: Of signs of life, until the keeper says.
         on_lost: Is told of each task that is lost.
     """
 
@@ -47,17 +47,16 @@ class Follower:
         participants: Sequence[Task],
         address: Address,
         token: Token,
-        heartbeat_s: float,
-        num_missed: int,
+        rhythm: Rhythm,
         on_lost: Callable[[TaskLost], None],
     ) -> None:
         self._own = own
         self._participants = participants
         self._address = address
         self._token = token
-        self._rhythm = (heartbeat_s, num_missed)
+        self._rhythm = rhythm
         self._on_lost = on_lost
-        self._pulse = Pulse(heartbeat_s, num_missed)
+        self._pulse = Pulse(rhythm)
         self._channel: Channel | None = None
         self._present: list[str] = [own.task]
         self._keeper_is_gone: str | None = None
@@ -146,7 +145,7 @@ class Follower:
         looking: asyncio.Task[None] | None = None
         try:
             channel.send(MessageKind.JOIN, self._own.to_body())
-            looking = asyncio.create_task(keep_looking(self._rhythm[0], self._beat, lambda: None))
+            looking = asyncio.create_task(keep_looking(self._rhythm, self._beat, lambda: None))
             while True:
                 kind, body = await channel.receive()
                 if kind == MessageKind.HERE:
@@ -175,11 +174,11 @@ class Follower:
 
     def _begin(self, body: Body, channel: Channel) -> None:
         self._came = [Member(**each) for each in body["members"]]
-        self._rhythm = (body["heartbeat_s"], body["num_missed"])
-        self._pulse = Pulse(*self._rhythm)
+        self._rhythm = Rhythm(body["heartbeat_s"], body["num_missed"], body["timeout_s"])
+        self._pulse = Pulse(self._rhythm)
         self._tasks = [
             asyncio.create_task(self._read(channel)),
-            asyncio.create_task(keep_looking(self._rhythm[0], self._beat, self._look)),
+            asyncio.create_task(keep_looking(self._rhythm, self._beat, self._look)),
         ]
 
     async def _read(self, channel: Channel) -> None:
@@ -222,8 +221,10 @@ class Follower:
         self._send(MessageKind.BEAT)
 
     def _look(self) -> None:
-        if self._keeper_is_gone is None and self._channel is not None and self._pulse.is_lost():
-            why = self._pulse.why(self._channel)
+        if self._keeper_is_gone is None and self._channel is not None:
+            why = self._pulse.why_lost(self._channel.unconfirmed_s)
+            if not why:
+                return
             self._send(MessageKind.FAIL, {"why": f"it lost contact with {self._came[0].task}: {why}"})
             self._lose_keeper(why)
 

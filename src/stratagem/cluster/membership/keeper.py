@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Final, final
 
 from stratagem.cluster.channel import Channel, ClosedError
+from stratagem.cluster.liveness import Pulse, Rhythm, keep_looking
 from stratagem.cluster.membership.compatibility import Introduction, disagreement
 from stratagem.cluster.membership.member_messages import Body, MessageKind, shortened
-from stratagem.cluster.membership.members import Member, Pulse, TaskLost, keep_looking, missing_text, why_closed
+from stratagem.cluster.membership.members import Member, TaskLost, missing_text, why_closed
 from stratagem.cluster.membership.shared_values import Reply, ValueRequest, Values
 from stratagem.cluster.spec import Task
 from stratagem.errors import ClusterJoinError, ProtocolError
@@ -52,8 +53,7 @@ class Keeper:
     Args:
         own: What this task says of itself.
         participants: All tasks that are to come, this one first.
-        heartbeat_s: After how long each sign of life follows the last.
-        num_missed: After how many missed ones a task is lost.
+        rhythm: Of signs of life.
         on_lost: Is told of each task that is lost.
     """
 
@@ -61,13 +61,12 @@ class Keeper:
         self,
         own: Introduction,
         participants: Sequence[Task],
-        heartbeat_s: float,
-        num_missed: int,
+        rhythm: Rhythm,
         on_lost: Callable[[TaskLost], None],
     ) -> None:
         self._own = own
         self._expected = {task.name: task for task in participants}
-        self._heartbeat_s, self._num_missed = heartbeat_s, num_missed
+        self._rhythm = rhythm
         self._on_lost = on_lost
         self._joined: dict[str, _Joined] = {}
         self._fenced: dict[str, TaskLost] = {}
@@ -96,7 +95,7 @@ class Keeper:
             ClusterJoinError: Somebody has not come in time, or does not fit.
         """
         self._gathered = asyncio.get_running_loop().create_future()
-        self._looking = asyncio.create_task(keep_looking(self._heartbeat_s, self._beat, self._look))
+        self._looking = asyncio.create_task(keep_looking(self._rhythm, self._beat, self._look))
         self._announce()
         try:
             async with asyncio.timeout(timeout_s):
@@ -121,8 +120,8 @@ class Keeper:
             return
         task = self._expected[who.task]
         address = channel.peer_host if task.address is None else str(task.address)
-        pulse = Pulse(self._heartbeat_s, self._num_missed)
-        joined = _Joined(Member(who.task, address, who.machine, who.pid), who.incarnation, channel, pulse)
+        member = Member(who.task, address, who.machine, who.pid)
+        joined = _Joined(member, who.incarnation, channel, Pulse(self._rhythm))
         self._joined[who.task] = joined
         self.own_host = channel.own_host
         self._announce()
@@ -195,8 +194,7 @@ class Keeper:
                 MessageKind.READY,
                 {
                     "members": [member.to_body() for member in here],
-                    "heartbeat_s": self._heartbeat_s,
-                    "num_missed": self._num_missed,
+                    **dataclasses.asdict(self._rhythm),
                 },
             )
             self._gathered.set_result(None)
@@ -262,11 +260,12 @@ class Keeper:
 
     def _look(self) -> None:
         for joined in list(self._joined.values()):
-            if not joined.pulse.is_lost():
+            why = joined.pulse.why_lost(joined.channel.unconfirmed_s)
+            if not why:
                 continue
             del self._joined[joined.member.task]
             if self._is_ready:
-                self._lose(joined, joined.pulse.why(joined.channel))
+                self._lose(joined, why)
             else:
                 joined.channel.abort()
                 self._announce()

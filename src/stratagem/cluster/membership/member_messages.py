@@ -106,7 +106,7 @@ _FIELDS: Final[dict[MessageKind, dict[str, Check]]] = {
         "incarnation": is_text,
     },
     MessageKind.HERE: {"tasks": _texts_of(64, 100_000)},
-    MessageKind.READY: {"members": _places, "heartbeat_s": _duration, "num_missed": _whole},
+    MessageKind.READY: {"members": _places, "heartbeat_s": _duration, "num_missed": _whole, "timeout_s": _duration},
     MessageKind.REFUSED: {"why": is_text, "retry": is_flag},
     MessageKind.BEAT: {},
     MessageKind.LOST: _PLACE | _WHY,

@@ -5,23 +5,34 @@ Owns the life of a membership and the store's operations as plain calls. What is
 """
 
 import concurrent.futures
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, Self, TypeVar, final
 
 from stratagem._caller import warn_caller
+from stratagem._checks import require_seconds
 from stratagem.cluster import token as tokens
 from stratagem.cluster.io_thread import IoThread, log
+from stratagem.cluster.liveness import Rhythm, chosen_timeout_s
 from stratagem.cluster.membership.compatibility import Introduction
 from stratagem.cluster.membership.follower import Follower
 from stratagem.cluster.membership.keeper import Keeper
 from stratagem.cluster.membership.member_messages import MessageKind
-from stratagem.cluster.membership.members import Member, TaskLost, check_rhythm
+from stratagem.cluster.membership.members import Member, TaskLost
 from stratagem.cluster.membership.shared_values import LOST, OK, TIMEOUT, Reply, ValueRequest, check_value
 from stratagem.cluster.server import Server
 from stratagem.cluster.spec import ClusterLike, ClusterSpec, Task
-from stratagem.errors import ClusterError, ClusterSpecError, ClusterTimeoutError, StratagemWarning, TaskLostError
+from stratagem.errors import (
+    ClusterError,
+    ClusterSpecError,
+    ClusterTimeoutError,
+    StratagemWarning,
+    TaskLostError,
+    in_words,
+)
 
 _WAIT_S: Final = 60.0
 _SILENT_S: Final = 5.0  # how long to wait without a word
@@ -45,8 +56,10 @@ class Membership:
         jobs: Which jobs take part; by default all.
         signature: What all tasks must agree on besides, as values of JSON.
         join_timeout_s: How long to wait for the others.
-        heartbeat_s: After how long each sign of life follows the last. The keeper's word counts.
-        num_missed: After how many missed signs of life a task is lost. The keeper's word counts.
+        heartbeat_s: After how long each sign of life follows the last. Of this and the next two the keeper's counts.
+        num_missed: After how many missed signs of life a task is lost whose machine does not answer either.
+        heartbeat_timeout_s: After how long without any a task is lost whose machine answers; by default what
+            `stratagem run --heartbeat-timeout` says, or 30 s.
         server: The server of this task, if it has one already; it is left running.
         token_file: Where the secret of the cluster is; by default `STRATAGEM_TOKEN_FILE`, or `~/.stratagem/token`.
         allow_all_interfaces: Whether the keeper may listen on all addresses of its machine.
@@ -71,6 +84,7 @@ class Membership:
         join_timeout_s: float = 60.0,
         heartbeat_s: float = 1.0,
         num_missed: int = 3,
+        heartbeat_timeout_s: float | None = None,
         server: Server | None = None,
         token_file: str | os.PathLike[str] | None = None,
         allow_all_interfaces: bool = False,
@@ -78,11 +92,9 @@ class Membership:
         self.spec = ClusterSpec(cluster)
         self.task = self.spec.task(job_name, task_index)
         self.participants = _participants(self.spec, self.task, jobs)
-        check_rhythm(heartbeat_s, num_missed)
-        if not 0 < join_timeout_s < 10**9:
-            raise ClusterSpecError(f"join_timeout_s is a number of seconds above 0, got {join_timeout_s!r}")
+        require_seconds(ClusterSpecError, join_timeout_s=join_timeout_s)
         self.join_timeout_s = join_timeout_s
-        self._rhythm = (heartbeat_s, num_missed)
+        self._rhythm = Rhythm(heartbeat_s, num_missed, chosen_timeout_s(heartbeat_timeout_s))
         self._introduction = Introduction.of_this_process(
             self.task, self.spec, list(dict.fromkeys(task.job for task in self.participants)), signature
         )
@@ -120,9 +132,19 @@ class Membership:
         return self._introduction.incarnation
 
     @property
+    def takes_part(self) -> bool:
+        """Whether this task has joined and has not left."""
+        return self._has_joined and not self._is_forked()
+
+    @property
     def members(self) -> list[Member]:
         """Who takes part now, in the order of the cluster, with their machines and processes."""
         return list(self._joined_side().members)
+
+    @property
+    def heartbeat_timeout_s(self) -> float:
+        """After how long without a sign of life a task is lost at all events."""
+        return self._rhythm.timeout_s
 
     @property
     def own_host(self) -> str:
@@ -131,8 +153,12 @@ class Membership:
 
     # Its life
 
-    def join(self) -> Self:
+    def join(self, waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> Self:
         """Waits until all have come.
+
+        Args:
+            waiting: Is entered around the wait alone, for who lets something end it; what is begun before is begun
+                whole, and ended whole after it.
 
         Raises:
             ClusterJoinError: Somebody has not come in time, does not fit, or has come twice.
@@ -144,25 +170,26 @@ class Membership:
             raise ClusterError(f"{self.task.name} has joined already, or tried to; make a new Membership to join anew")
         try:
             self._side = self._begin()
-            self._wait_for_all(self._side)
+            self._wait_for_all(self._side, waiting)
         except BaseException:
             self._stop()
             raise
         self._has_joined = True
         return self
 
-    def _wait_for_all(self, side: Keeper | Follower) -> None:
+    def _wait_for_all(self, side: Keeper | Follower, waiting: Callable[[], AbstractContextManager[None]]) -> None:
         """Joins; says whom it waits for when that takes long."""
         joining = self._thread.submit(side.join(self.join_timeout_s))
         try:
-            if concurrent.futures.wait([joining], _SILENT_S).not_done:
-                missing = [str(task) for task in self.participants if task.name not in side.present]
-                warn_caller(
-                    f"{self.task.name} waits for {', '.join(missing)}, {self.join_timeout_s:g} s at most "
-                    f"(join_timeout_s)",
-                    StratagemWarning,
-                )
-            joining.result()
+            with waiting():
+                if concurrent.futures.wait([joining], _SILENT_S).not_done:
+                    missing = [str(task) for task in self.participants if task.name not in side.present]
+                    warn_caller(
+                        f"{self.task.name} waits for {', '.join(missing)}, {self.join_timeout_s:g} s at most "
+                        f"(join_timeout_s)",
+                        StratagemWarning,
+                    )
+                joining.result()
         except BaseException:
             joining.cancel()
             raise
@@ -188,7 +215,7 @@ class Membership:
         elif isinstance(error, TaskLostError):
             self.leave(linger_s=0.0)  # all know of that loss; that it ended this task too tells them nothing
         else:
-            self.fail(f"{type(error).__name__}: {error}")
+            self.fail(in_words(error))
 
     def __repr__(self) -> str:
         return f"<Membership of {self.task} in a cluster of {self.size}>"
@@ -314,16 +341,16 @@ class Membership:
             token = tokens.load(None if self._token_file is None else os.fspath(self._token_file))
             self._thread.start()
         if self.is_keeper and self._server is not None:
-            keeper = Keeper(self._introduction, self.participants, *self._rhythm, self._note_lost)
+            keeper = Keeper(self._introduction, self.participants, self._rhythm, self._note_lost)
             self._server.handle(MessageKind.JOIN, keeper.serve)
             return keeper
         address = self.participants[0].address
         if address is None:
             raise ClusterSpecError(f"{self.participants[0].name} is the keeper; give its address")
-        return Follower(self._introduction, self.participants, address, token, *self._rhythm, self._note_lost)
+        return Follower(self._introduction, self.participants, address, token, self._rhythm, self._note_lost)
 
     def _finish(self, last_words: Callable[[Keeper | Follower], Coroutine[Any, Any, None]]) -> None:
-        if self._side is not None and self._has_joined and not self._is_forked():
+        if self._side is not None and self.takes_part:
             self._has_joined = False
             try:
                 self._thread.run(last_words(self._side))

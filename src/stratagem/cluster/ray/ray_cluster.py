@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final, final
 
+from stratagem._checks import require_seconds
 from stratagem.errors import ClusterSpecError
 
 PLACEMENTS: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -57,10 +58,7 @@ class RayCluster:
                 f"gpus_per_worker is from 0 to 1, since a worker has one replica, got {self.gpus_per_worker!r}; "
                 f"for more GPUs ask for more workers"
             )
-        if not _is_number(self.placement_timeout_s) or self.placement_timeout_s <= 0:
-            raise ClusterSpecError(
-                f"placement_timeout_s is a number of seconds above 0, got {self.placement_timeout_s!r}"
-            )
+        require_seconds(ClusterSpecError, placement_timeout_s=self.placement_timeout_s)
         if self.placement not in PLACEMENTS:
             raise ClusterSpecError(f"placement is one of {', '.join(PLACEMENTS)}, got {self.placement!r}")
         if self.runtime_env is not None and not isinstance(self.runtime_env, Mapping):

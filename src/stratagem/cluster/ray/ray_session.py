@@ -167,11 +167,14 @@ def _port(address: str) -> str:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """Where a Ray that is started here has its logs and sockets; only this user can enter it."""
+    """Where a Ray that is started here has its logs and sockets; only this user can enter it.
+
+    Ray lets everybody into the folder that it is given, and into all that it makes there. So it gets one inside.
+    """
     # The names of sockets must be short, and the folder for temporary files may have a long one.
     folder = tempfile.mkdtemp(prefix="stratagem-ray-", dir=_SHORT if Path(_SHORT).is_dir() else None)
     try:
-        yield folder
+        yield f"{folder}/r"
     finally:
         deadline = time.monotonic() + _LOOK_S
         while Path(folder).exists() and time.monotonic() < deadline:

@@ -4,6 +4,7 @@ Offers `distribution` what it needs of a replica. The main program computes noth
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast, final
 
@@ -19,7 +20,7 @@ from stratagem.parameters.local.gradient_slots import GradientSlots
 from stratagem.parameters.local.shared_variables import Held, LocalVariables, SharedMemoryOfShards
 from stratagem.parameters.local.slot_memory import StateMemory, layout_of, make_memory
 from stratagem.processes.registry import Registry
-from stratagem.variables.optimizer_slices import parameters_of
+from stratagem.variables.optimizer_slices import StateElsewhere, parameters_of
 from stratagem.variables.slices import SplitUpdate
 
 _OVERRIDDEN = ("step", "state_dict", "load_state_dict")
@@ -62,8 +63,8 @@ class PlacedVariables:
         for _, tensor in named:
             if tensor.device.type != "cpu":
                 raise StrategyError(
-                    f"workers of a parameter server compute on the CPU, {labels.get(id(tensor), 'a tensor')!r} is on "
-                    f"{tensor.device}; make it there"
+                    f"variables of a parameter server lie on the CPU, wherever workers compute; "
+                    f"{labels.get(id(tensor), 'a tensor')!r} is on {tensor.device}, make it on the CPU"
                 )
         made = [*self.pending, *self._registry.live().values()]
         tables = {
@@ -208,6 +209,9 @@ class MainProgram:
                     (list(map(id, group["params"])), {key: each for key, each in group.items() if key not in _CHANGING})
                     for group in obj.param_groups
                 ]
+                if name in self._states and not isinstance(obj.state, StateElsewhere):
+                    self._workers.settle()
+                    self.take_home(name, obj)  # the program has given it another
                 if self._signatures.get(name) != signature:
                     self._give_memory(name, obj)
                     self._signatures[name] = signature
@@ -216,6 +220,8 @@ class MainProgram:
         parameters = parameters_of(optimizer)
         names = [cast(int, self._registry.reference(each)) for each in parameters]
         before = self._states.get(name)
+        if before is not None:
+            optimizer.state = defaultdict(dict)
         layout = layout_of(optimizer, names, self.variables)
         if before is not None and before[0].slots.parts == layout.parts:
             return
@@ -226,7 +232,7 @@ class MainProgram:
             self.variables.journal.drop(before[0].targets)
         self.variables.journal.targets += memory.targets
         memory.slots.write(states)
-        optimizer.state.clear()
+        optimizer.state = _elsewhere()
         board, locks, num_shards = self.variables.board, self.variables.memory.locks, self.variables.memory.num_shards
         slots = (
             GradientSlots.create(parameters, self._num_slots, board, locks, num_shards + 1) if self._num_slots else None
@@ -247,7 +253,7 @@ class MainProgram:
             try:
                 return kind.state_dict(own)
             finally:
-                own.state.clear()
+                own.state = _elsewhere()
 
         def load(state: dict[str, Any]) -> None:
             own = cast(torch.optim.Optimizer, held())
@@ -271,6 +277,7 @@ class MainProgram:
     def bring_home(self, name: int, optimizer: torch.optim.Optimizer) -> None:
         """Gives the program's optimizer a copy of its state; nobody changes that meanwhile."""
         states = self._states[name][0].slots.read()
+        optimizer.state = defaultdict(dict)
         for group in optimizer.param_groups:
             for each in group["params"]:
                 own = self._registry.reference(each)
@@ -281,12 +288,20 @@ class MainProgram:
         """Makes the state that the program's optimizer has that of all workers."""
         self._states[name][0].slots.write(self._states_at_home(optimizer))
         self.variables.board.state_version += 1
-        optimizer.state.clear()
+        optimizer.state = _elsewhere()
 
     def _states_at_home(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
         """What the program's optimizer has, by the names of variables: their places change when some are added."""
         named = {self._registry.reference(each): state for each, state in optimizer.state.items()}
         return {name: state for name, state in named.items() if name is not None}
+
+
+def _elsewhere() -> StateElsewhere:
+    return StateElsewhere(
+        "workers share the state of this optimizer; read it with optimizer.state_dict() and change it with "
+        "optimizer.load_state_dict(), between two runs",
+        writes=False,
+    )
 
 
 _CHANGING = frozenset({"params", "lr", "initial_lr"})  # which make no difference to what state there is

@@ -12,7 +12,7 @@ from typing import Any, final
 from stratagem.engine.queued.step import QueuedStep
 from stratagem.errors import ReplicaDiedError
 from stratagem.objects import per_replica, state_diff
-from stratagem.objects.functions import FunctionCache
+from stratagem.objects.captured import Captured
 from stratagem.processes.group import ChildGroup, GroupMember, PendingCall
 from stratagem.processes.losses import SLICE_S, Replace
 from stratagem.processes.registry import Registry
@@ -33,13 +33,9 @@ class WorkerRecord:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self.captured = Captured(registry)  # what it has of the objects that functions use
         self.changes: state_diff.Snapshot = {}  # in distributed objects, that it has not been sent
         self.seed: int | None = None  # of random numbers, likewise
-        self.forget_functions()
-
-    def forget_functions(self) -> None:
-        """Sends functions anew the next time."""
-        self.functions = FunctionCache(self._registry.__contains__)
 
     def tell(self, changes: state_diff.Snapshot, seed: int | None) -> None:
         """Adds to what the worker is sent with its next step."""
@@ -51,7 +47,9 @@ class WorkerRecord:
 
     def take(self) -> tuple[state_diff.Snapshot, int | None]:
         """What the worker is sent with the step that it now gets."""
-        taken, self.changes, self.seed = (self.changes, self.seed), {}, None
+        live = self._registry.live()
+        taken = {name: each for name, each in self.changes.items() if name in live}, self.seed
+        self.changes, self.seed = {}, None
         return taken
 
 
@@ -121,6 +119,11 @@ class Scheduler:
     @property
     def num_under_way(self) -> int:
         return sum(len(worker.calls) for worker in self.workers)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step waits for a worker."""
+        return not self._queue
 
     @property
     def has_room(self) -> bool:
@@ -217,7 +220,7 @@ class Scheduler:
             packed = self.group.pack(*self._message(worker, record, step))
         except BaseException as error:
             record.changes, record.seed = changes, seed  # what it was not told, it is told next time
-            record.forget_functions()
+            record.captured.forget()
             step.finish(error=error)
             if not isinstance(error, Exception):
                 raise
@@ -234,7 +237,7 @@ class Scheduler:
     def _note_failure(self, worker: GroupMember, call: PendingCall) -> None:
         if isinstance(call, QueuedStep) and call.is_own:
             call.raise_error()
-        self.records[worker.number].forget_functions()  # perhaps it could not build what it was sent
+        self.records[worker.number].captured.forget()  # perhaps it could not build what it was sent
 
     def _requeue(self, worker: GroupMember, cause: str) -> None:
         """Gives the steps of a lost worker to others."""

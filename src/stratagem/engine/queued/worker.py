@@ -18,24 +18,25 @@ from stratagem import _torch, _tree
 from stratagem.collectives.one_replica import OneReplica
 from stratagem.engine import context
 from stratagem.engine.context import ReplicaContext
-from stratagem.engine.strategy_in_replica import StrategyInReplica
 from stratagem.errors import StrategyError
-from stratagem.objects import per_replica, state_diff
+from stratagem.objects import new_parts, per_replica, state_diff
 from stratagem.parameters.consistency import BoundedStaleness, Consistency, Gate
 from stratagem.parameters.local.gradient_slots import GradientSlots, Round
 from stratagem.parameters.local.journal import Saving, joined
 from stratagem.parameters.local.own_writes import OwnWrites
 from stratagem.parameters.local.push import SharedUpdate, as_gradient, is_finite_gradient, note_staleness
-from stratagem.parameters.local.shared_variables import TRAINED, Held, LocalVariables, SharedMemoryOfShards
+from stratagem.parameters.local.shared_variables import OTHER, Held, LocalVariables, SharedMemoryOfShards
 from stratagem.parameters.local.slot_memory import StateMemory
 from stratagem.processes.allocator import give_back
 from stratagem.processes.child import this_child
-from stratagem.variables import buffers
-from stratagem.variables.optimizer_slices import parameters_of, step_with_hooks, unwrap_zero_grad
+from stratagem.variables import aggregation, buffers
+from stratagem.variables.optimizer_slices import StateElsewhere, parameters_of, step_with_hooks, unwrap_zero_grad
 
 _FRESH_S = 1e-3  # for so long after a pull another one would bring next to nothing
 _NUM_EARLY_STEPS = 2
 _PATIENCE = 0.9  # of stall_timeout_s: who waits for others says so before it counts as stalled itself
+_STATE_WORDS = "workers share the state of an optimizer, and no step has it; read and load it in the main program"
+_Changes = tuple[list[tuple[Held, torch.Tensor]], list[int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +93,12 @@ class WorkerCopies:
     Args:
         memory: The variables.
         torn_reads: Whether it computes with values that others may be changing.
+        device: Where its copies are.
     """
 
-    def __init__(self, memory: SharedMemoryOfShards, *, torn_reads: bool) -> None:
-        self.variables = LocalVariables(memory, torn_reads=torn_reads)
+    def __init__(self, memory: SharedMemoryOfShards, *, torn_reads: bool, device: torch.device) -> None:
+        self.variables = LocalVariables(memory, torn_reads=torn_reads, device=device)
         self.writes = OwnWrites()
-        self._torn_reads = torn_reads
 
     def build(self, held: Held) -> dict[int, torch.Tensor]:
         """This worker's tensors of what was distributed, by name."""
@@ -106,7 +107,7 @@ class WorkerCopies:
     def add(self, held: Held, tensors: Mapping[int, torch.Tensor]) -> None:
         """Takes tensors that it has built."""
         self.variables.add(held)
-        if held.kind == TRAINED and not self._torn_reads:
+        if held.kind != OTHER and self.variables.has_copy(held):
             self.writes.add(tensors)
 
 
@@ -121,12 +122,11 @@ class WorkerRuntime:
         strategy: The strategy, as code in a step sees it.
     """
 
-    def __init__(
-        self, worker: int, settings: WorkerSettings, memory: SharedMemoryOfShards, strategy: StrategyInReplica
-    ) -> None:
+    def __init__(self, worker: int, settings: WorkerSettings, memory: SharedMemoryOfShards, strategy: Any) -> None:
         self.worker = worker
         self.shared_settings = settings
-        self.copies = WorkerCopies(memory, torn_reads=settings.torn_reads)
+        self._device: torch.device = strategy.device
+        self.copies = WorkerCopies(memory, torn_reads=settings.torn_reads, device=self._device)
         self.variables, self._writes = self.copies.variables, self.copies.writes
         self.updates: dict[int, Any] = {}
         self._strategy = strategy
@@ -178,6 +178,8 @@ class WorkerRuntime:
         push = functools.partial(self._step_of, weakref.ref(optimizer), update, slots)
         _torch.mark_wrapped(push)
         optimizer.step = push
+        optimizer.state = StateElsewhere(_STATE_WORDS, writes=False)
+        optimizer.load_state_dict = optimizer.state.refuse
         unwrap_zero_grad(optimizer)
 
     def _read_under_lock(self, module: torch.nn.Module) -> None:
@@ -185,7 +187,7 @@ class WorkerRuntime:
         child, forward = this_child(), type(module).forward
         name = child.registry.reference(module.weight)  # type: ignore[union-attr]
         held, own, journal = self.variables.find(cast(int, name))[0], weakref.ref(module), self.variables.journal
-        if self.shared_settings.torn_reads:
+        if self.shared_settings.torn_reads or self.variables.has_copy(held):
             return
 
         @functools.wraps(forward)
@@ -208,13 +210,20 @@ class WorkerRuntime:
         self._wait_until = time.monotonic() + _PATIENCE * self.shared_settings.stall_timeout_s
         self._skipped, self._updated = "", False
         self._begin(call.version)
-        context.state.replicas.append(ReplicaContext(0, OneReplica(), self._strategy, self._update))
+        share = call.round.share if call.round is not None else 1.0
+        context.state.replicas.append(ReplicaContext(0, OneReplica(), self._strategy, self._update, share=share))
         self._in_step = True
-        held = buffers.held_by(reference() for reference in self._given)
+        given = [obj for reference in self._given if (obj := reference()) is not None]
+        held = buffers.held_by(given)
+        parts = new_parts.parts_of(given) if self._num_early_steps else None
         try:
-            args, kwargs = per_replica.load_deferred((args, kwargs))
+            given_args = per_replica.load_deferred((args, kwargs))
+            args, kwargs = per_replica.brought(given_args, self._device, computes_on=self._device)
             result = _tree.map_only(torch.Tensor, _as_it_is_now, function(*args, **kwargs))
+            if parts is not None:
+                new_parts.refuse_new(given, parts)
             buffers.take_in(held)
+            self.variables.choose(aggregation.chosen_in(held))
             self._push_rest()
         except BaseException:
             self._forget()
@@ -316,10 +325,10 @@ class WorkerRuntime:
         variables, shards = self.variables, list(range(self.variables.memory.num_shards))
         with variables.journal.writing(shards):
             staleness = max(0, self._board.version - variables.version)
-            written = self._writes.names()
+            written = self._written()
             variables.refresh(written)
             function()
-            self._write(shards, (variables.changed_buffers(), self._writes.names()), None, [], staleness)
+            self._write(shards, self._changes(), None, [], staleness)
             note_staleness(self._board, self.worker, staleness)
         variables.watch(written)  # not what the function wrote: that was to the newest values
 
@@ -334,7 +343,7 @@ class WorkerRuntime:
     def _change(
         self, update: SharedUpdate | None, gradients: Sequence[torch.Tensor | None], closes_round: int = 0
     ) -> None:
-        variables, changes = self.variables, (self.variables.changed_buffers(), self._writes.names())
+        variables, changes = self.variables, self._changes()
         shards = {held.shard for held, _ in changes[0]} | {variables.find(name)[0].shard for name in changes[1]}
         if update is not None:
             shards |= set(update.shards_of(gradients))
@@ -349,7 +358,7 @@ class WorkerRuntime:
     def _write(
         self,
         shards: Sequence[int],
-        changes: tuple[list[tuple[Held, torch.Tensor]], list[int]],
+        changes: _Changes,
         update: SharedUpdate | None,
         gradients: Sequence[torch.Tensor | None],
         staleness: int,
@@ -394,9 +403,19 @@ class WorkerRuntime:
         self._push_rest()  # what the pull would undo; who applied the mean has pushed it with that
         self._pull()
 
+    def _written(self) -> list[int]:
+        """The parameters that the step has written to itself."""
+        self._writes.note(self.variables.bring_back())
+        return self._writes.names()
+
+    def _changes(self) -> _Changes:
+        """The buffers and parameters that the step has written to itself."""
+        written = self._written()
+        return self.variables.changed_buffers(), written
+
     def _push_rest(self) -> None:
         """Makes known what was written to buffers and parameters after the last update."""
-        if (self._writes.names() or self.variables.changed_buffers()) and not self._was_pushed():
+        if (self._written() or self.variables.changed_buffers()) and not self._was_pushed():
             self._push(None, [])
 
 
@@ -405,4 +424,4 @@ def _has_any(gradients: Sequence[torch.Tensor | None]) -> bool:
 
 
 def _as_it_is_now(value: torch.Tensor) -> torch.Tensor:
-    return value.detach().clone()
+    return value.detach().to("cpu", copy=True)

@@ -1,20 +1,18 @@
 """What the main program calls in a worker: join a strategy, take an optimizer's state, run a step."""
 
-import os
+from collections.abc import Callable
 from typing import Any
 
 from stratagem.devices.device import LogicalDevice
-from stratagem.devices.serving import serve_for_life
+from stratagem.devices.inventory import Configuration
 from stratagem.engine import child_calls
 from stratagem.engine.queued.worker import StepAnswer, StepCall, WorkerRuntime, WorkerSettings
 from stratagem.engine.random_numbers import seed_of
-from stratagem.engine.strategy_in_replica import StrategyInReplica
 from stratagem.objects import state_diff
-from stratagem.objects.functions import ReceivedFunctions
+from stratagem.objects.captured import Delivery
 from stratagem.parameters.local.gradient_slots import GradientSlots
 from stratagem.parameters.local.shared_variables import SharedMemoryOfShards
 from stratagem.parameters.local.slot_memory import StateMemory
-from stratagem.processes.allocator import keep_freed_memory
 from stratagem.processes.child import this_child
 
 
@@ -24,13 +22,12 @@ def join(
     device: LogicalDevice,
     settings: WorkerSettings,
     memory: SharedMemoryOfShards,
-    strategy: StrategyInReplica,
+    strategy: Any,
+    configuration: Configuration,
 ) -> None:
     """Makes this child a worker of a strategy, on its device."""
     this_child().registry.add(0, strategy)  # type: ignore[union-attr]
-    keep_freed_memory()
-    serve_for_life(device)
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    child_calls.settle(device, worker, configuration)
     _workers[key] = WorkerRuntime(worker, settings, memory, strategy)
     child_calls.enter(key, _workers[key])
 
@@ -46,11 +43,16 @@ def take_state(key: int, name: int, memory: StateMemory, slots: GradientSlots | 
 
 
 def run(
-    key: int, call: StepCall, prepared: tuple[int, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    key: int,
+    call: StepCall,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    delivery: Delivery,
 ) -> StepAnswer:
     """Runs a step."""
     worker = _workers[key]
-    function = _functions.take(prepared)
+    child_calls.take(delivery, worker.worker)
     state_diff.apply(call.changes, this_child().registry.resolve)  # type: ignore[union-attr]
     if call.seed is not None:
         child_calls.seed_everything(seed_of(call.seed, worker.worker))
@@ -58,5 +60,4 @@ def run(
         return worker.execute(call, function, args, kwargs)
 
 
-_functions = ReceivedFunctions()
 _workers: dict[int, WorkerRuntime] = {}

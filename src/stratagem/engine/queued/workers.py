@@ -14,11 +14,12 @@ from typing import Any, final
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from stratagem import _tree
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
 from stratagem.engine import child_calls, context
 from stratagem.engine.lifecycle import Driver, Resources, weak_method
-from stratagem.engine.nonfinite import NonFinite
+from stratagem.engine.notices import NonFinite
 from stratagem.engine.queued import worker_calls
 from stratagem.engine.queued.main_program import MainProgram
 from stratagem.engine.queued.pending_results import PendingResult, joined
@@ -26,7 +27,6 @@ from stratagem.engine.queued.scheduler import Message, Scheduler, WorkerRecord
 from stratagem.engine.queued.step import QueuedStep
 from stratagem.engine.queued.worker import StepAnswer, StepCall, WorkerSettings
 from stratagem.engine.random_numbers import RandomNumbers
-from stratagem.engine.strategy_in_replica import StrategyInReplica
 from stratagem.errors import StratagemError, StrategyError
 from stratagem.objects import per_replica, state_diff
 from stratagem.objects.tracking import Tracker
@@ -49,6 +49,7 @@ class ParameterWorkers(Driver):
         stall_timeout_s: How long a step may take before its worker counts as stalled.
         max_restarts: How many workers may be replaced within `restart_window_s`.
         restart_window_s: In how many seconds.
+        in_worker: Makes what the strategy is in a worker, given its device.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class ParameterWorkers(Driver):
         stall_timeout_s: float,
         max_restarts: int,
         restart_window_s: float,
+        in_worker: Callable[[LogicalDevice], Any],
     ) -> None:
         super().__init__(owner)
+        self._in_worker = in_worker
         self.main: MainProgram | None = None
         self._devices = list(devices)
         self._num_shards = num_shards
@@ -95,12 +98,12 @@ class ParameterWorkers(Driver):
     def begin(self) -> MainProgram:
         self.require_usable()
         if self.main is None:
-            self._started.enter_context(this_process().in_use(f"{self._name}()"))
             memory = SharedMemoryOfShards.create(self._num_shards)
             memory.locks.while_waiting = self.scheduler.group.kill_holder
             slots = len(self._devices) if isinstance(self._settings.consistency, Synchronous) else 0
             self.main = MainProgram(memory, self.distribution, self, num_slots=slots)
             self._started.callback(self.main.close)
+            context.readers.add(self)
             hook = register_module_forward_pre_hook(functools.partial(_settle_before, weakref.ref(self)))
             self._started.callback(hook.remove)
             self.distribution.registry.add(0, self.strategy)
@@ -158,16 +161,14 @@ class ParameterWorkers(Driver):
             self.settle()
             return self.scheduler.ask_all(function, *arguments)
 
-    def forget_functions(self) -> None:
-        live = self.distribution.registry.live()
-        for record in self.scheduler.records.values():
-            record.forget_functions()
-            record.changes = {name: each for name, each in record.changes.items() if name in live}
-
     # Steps
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gives a step to a worker with room, or one to each where they share a step; waits for room only."""
+        with self.in_turn("strategy.run()"):
+            return self._run(function, args, kwargs)
+
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.raise_failures()
         self.prepare()
         counts = per_replica.counts_of(args, kwargs)
@@ -175,7 +176,7 @@ class ParameterWorkers(Driver):
             return self._run_round(function, args, kwargs, counts, num_backups=shared.backup_workers)
         step = self.new_step(function, per_replica.select(args, 0, sent=True), per_replica.select(kwargs, 0, sent=True))
         with self.attending():
-            self.scheduler.wait(lambda: self.scheduler.has_room)
+            self._wait_giving_way(lambda: self.scheduler.has_room)
             self.enter(step)
         self.raise_failures()
         code = None if hasattr(function, "__wrapped__") else getattr(function, "__code__", None)  # a decorator's own
@@ -226,7 +227,8 @@ class ParameterWorkers(Driver):
                 if not has_room(number):
                     self.board.num_dropped[number] += 1
                 else:
-                    own = Round(first, needed, counts[place] if counts else 1)
+                    weight = counts[place] if counts else 1
+                    own = Round(first, needed, weight, weight / (sum(counts) if counts else len(with_data)))
                     parts = per_replica.load_deferred(per_replica.select((args, kwargs), place, sent=True))
                     steps[place] = self.new_step(function, *parts, own_round=own, worker=number)
                     self.enter(steps[place])
@@ -282,15 +284,40 @@ class ParameterWorkers(Driver):
         """The result of a step; its error, if it has failed."""
         if not step.is_done:  # else it can be read after the end as well
             with self.attending():
-                self.scheduler.wait(lambda: step.is_done)
+                self._wait_giving_way(lambda: step.is_done)
         if step.has_failed:
             self._raise(step)
         return self.result_of(step)
+
+    def _wait_giving_way(self, until: Callable[[], bool]) -> None:
+        """Waits until something is so; other threads may use the workers meanwhile, and close them."""
+
+        def is_so() -> bool:
+            if until():
+                return True
+            self.turn.give_way()
+            if not until():
+                self.require_usable()
+            return until()
+
+        self.scheduler.wait(is_so)
+
+    def before_read(self, module: torch.nn.Module) -> None:
+        """Waits for the steps that change a distributed module."""
+        if self.scheduler.num_under_way and module in self.distribution.registry and self.is_home:
+            self.settle()
 
     def settle(self) -> None:
         """Waits for all steps that workers have; none is handed out meanwhile."""
         with self.attending():
             self.scheduler.drain()
+
+    def finish_all(self) -> None:
+        """Waits for all steps, also for those that no worker has been given yet; raises what one of them raised."""
+        if self._is_started:
+            with self.attending():
+                self._wait_giving_way(lambda: not self.scheduler.num_under_way and self.scheduler.is_empty)
+        self.raise_failures()
 
     def result_of(self, step: QueuedStep) -> Any:
         return step.answer.result
@@ -298,14 +325,15 @@ class ParameterWorkers(Driver):
     @contextlib.contextmanager
     def attending(self) -> Iterator[None]:
         """A block that waits for workers; errors of the library in it end the strategy."""
-        self.require_usable()
-        try:
-            yield
-        except StrategyError:
-            raise
-        except (StratagemError, KeyboardInterrupt) as error:
-            self.end(error)
-            raise
+        with self.in_turn("a wait for workers"):
+            self.require_usable()
+            try:
+                yield
+            except StrategyError:
+                raise
+            except (StratagemError, KeyboardInterrupt) as error:
+                self.end(error)
+                raise
 
     def raise_failures(self) -> None:
         """Raises the first failure of a step that nobody has been told of, and judges gradients that were skipped."""
@@ -341,8 +369,11 @@ class ParameterWorkers(Driver):
         call = StepCall(
             worker.num_calls + 1, seed, changes, surroundings, self.board.version, step.num_pushed, own_round
         )
-        arguments = self.key, call, record.functions.prepare(step.function), step.args, step.kwargs
-        return worker_calls.run, arguments, self.distribution.reference_in_run
+        delivery = record.captured.prepare(step.function, step.args, tuple(step.kwargs.values()), changes)
+        arguments = self.key, call, step.function, step.args, step.kwargs, delivery
+        given = {id(each) for each in _tree.leaves((step.args, step.kwargs)) if isinstance(each, torch.Tensor)}
+        reference = functools.partial(self.distribution.reference_in_run, given=given, parts=given)
+        return worker_calls.run, arguments, record.captured.referring(reference)
 
     def _recover(self, worker: int) -> tuple[int, int]:
         return self.begin().recover(worker)
@@ -351,13 +382,14 @@ class ParameterWorkers(Driver):
         """Gives a new worker all that the others have."""
         record.seed = torch.initial_seed() % 2**32
         device = self._devices[worker.number % len(self._devices)]
-        main = self.begin()
+        main, registry = self.begin(), self.distribution.registry
         main.variables.board.call[worker.number] = 0  # who had its place before counted its own
         arguments = self.key, worker.number, device, self._settings, main.variables.memory
-        self.scheduler.call(worker, worker_calls.join, *arguments, StrategyInReplica(0, [device], 0, 1))
+        strategy = self._in_worker(device)
+        self.scheduler.call(worker, worker_calls.join, *arguments, strategy, this_process().configured())
         self._give_everything(worker, main)
         for function, given in self.given:
-            self.scheduler.call(worker, function, len(self._devices), *given)
+            self.scheduler.call(worker, function, len(self._devices), *given, reference=registry.reference)
 
     def _give_everything(self, worker: GroupMember, main: MainProgram) -> None:
         """Gives a new worker the variables and objects that the others have, as they are now."""
@@ -399,7 +431,5 @@ class WorkerResources(Resources):
 def _settle_before(reference: "weakref.ref[ParameterWorkers]", module: torch.nn.Module, _: Any) -> None:
     """Before the main program calls a distributed model, it waits for the steps that change it."""
     workers = reference()
-    if workers is None or context.state.replicas or not workers.scheduler.num_under_way:
-        return
-    if module in workers.distribution.registry and workers.is_home:
-        workers.settle()
+    if workers is not None and not context.state.replicas:
+        workers.before_read(module)

@@ -37,10 +37,6 @@ from stratagem.processes.packing import pack, unpack
 from stratagem.processes.region import Region
 from stratagem.processes.registry import Registry
 
-# Signs of life are for machines that vanish; a process that ends is noticed at once. A step may hold the
-# interpreter for seconds, which must not look like that.
-HEARTBEAT_S, NUM_MISSED = 1.0, 10
-
 # What travels through Ray: the bytes of an object, and those of its tensors.
 Message = tuple[bytes, list[bytes]]
 
@@ -201,13 +197,7 @@ def _enter(invitation: Invitation, rank: int) -> Membership:
         token_file.touch(mode=0o600)
         token_file.write_bytes(invitation.secret)
         return Membership(
-            invitation.cluster,
-            WORKER,
-            rank,
-            join_timeout_s=invitation.join_timeout_s,
-            heartbeat_s=HEARTBEAT_S,
-            num_missed=NUM_MISSED,
-            token_file=token_file,
+            invitation.cluster, WORKER, rank, join_timeout_s=invitation.join_timeout_s, token_file=token_file
         ).join()
 
 

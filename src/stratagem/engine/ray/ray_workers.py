@@ -28,7 +28,7 @@ from stratagem.devices.inventory import this_process
 from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.ray import ray_replica
 from stratagem.engine.ray.ray_children import RayChildren
-from stratagem.engine.ray.ray_replica import HEARTBEAT_S, NUM_MISSED, Invitation
+from stratagem.engine.ray.ray_replica import Invitation
 from stratagem.engine.recipe import Recipe
 from stratagem.errors import DeviceNotFoundError
 from stratagem.processes.group import ChildGroup
@@ -42,15 +42,16 @@ class RayWorkers:
     Args:
         cluster: What was asked for.
         join_timeout_s: How long to wait for all to come.
+        heartbeat_timeout_s: How long one whose machine answers may give no sign of life, from then on.
 
     Raises:
         ClusterResourcesError: Ray has no room for them.
         ClusterError: There is no Ray.
     """
 
-    def __init__(self, cluster: RayCluster, *, join_timeout_s: float) -> None:
+    def __init__(self, cluster: RayCluster, *, join_timeout_s: float, heartbeat_timeout_s: float | None) -> None:
         self._cluster = cluster
-        self._join_timeout_s = join_timeout_s
+        self._join_timeout_s, self._heartbeat_timeout_s = join_timeout_s, heartbeat_timeout_s
         self._placement: RayPlacement | None = RayPlacement(Room.of_cluster(cluster))
         self._replicas: LocalReplicas | None = None
         try:
@@ -66,7 +67,12 @@ class RayWorkers:
     def new_replicas(self, owner: Any, *, recipe: Recipe, stall_timeout_s: float) -> LocalReplicas:
         """What drives the replicas for a strategy, with actors that are new."""
         self._placement = self._placement or RayPlacement(Room.of_cluster(self._cluster))
-        start = RayStart(self._placement, num_threads=self._cluster.num_threads, join_timeout_s=self._join_timeout_s)
+        start = RayStart(
+            self._placement,
+            num_threads=self._cluster.num_threads,
+            join_timeout_s=self._join_timeout_s,
+            heartbeat_timeout_s=self._heartbeat_timeout_s,
+        )
         self._replicas = LocalReplicas(owner, self.devices, recipe, stall_timeout_s, elsewhere=start)
         return self._replicas
 
@@ -89,13 +95,16 @@ class RayStart:
         placement: Where there is room for them.
         num_threads: With how many threads each computes.
         join_timeout_s: How long to wait for all to come.
+        heartbeat_timeout_s: How long one whose machine answers may give no sign of life, from then on.
     """
 
-    def __init__(self, placement: RayPlacement, *, num_threads: int, join_timeout_s: float) -> None:
+    def __init__(
+        self, placement: RayPlacement, *, num_threads: int, join_timeout_s: float, heartbeat_timeout_s: float | None
+    ) -> None:
         self.children = RayChildren(placement, start_timeout_s=join_timeout_s)
         self._host = placement.host
         self._num_threads = num_threads
-        self._join_timeout_s = join_timeout_s
+        self._join_timeout_s, self._heartbeat_timeout_s = join_timeout_s, heartbeat_timeout_s
         self._meeting: Meet | None = None
 
     def meet(self, name: str) -> dict[str, Any]:
@@ -120,8 +129,7 @@ class RayStart:
                 WORKER,
                 0,
                 join_timeout_s=self._join_timeout_s,
-                heartbeat_s=HEARTBEAT_S,
-                num_missed=NUM_MISSED,
+                heartbeat_timeout_s=self._heartbeat_timeout_s,
                 token_file=token_file,
             )
             ranks = range(1, len(devices))

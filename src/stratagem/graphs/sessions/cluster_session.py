@@ -18,8 +18,8 @@ from stratagem.cluster.address import SCHEME, Address
 from stratagem.cluster.io_thread import IoThread
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.devices.device_spec import CPU, KINDS, DeviceSpec
-from stratagem.errors import ClusterSpecError, DeviceNotFoundError
-from stratagem.graphs.nodes import Node, NodeKind
+from stratagem.errors import ClusterSpecError, DeviceNotFoundError, TaskLostError
+from stratagem.graphs.nodes import Node, NodeKind, NodeOutput
 from stratagem.graphs.sessions import sent_parts, sent_tensors
 from stratagem.graphs.sessions.local_devices import first_value
 from stratagem.graphs.sessions.node_devices import NodePlace
@@ -57,6 +57,10 @@ class ClusterFleet:
             "soft": self._soft,
             "growth": options.allow_growth,
             "fraction": options.per_process_gpu_memory_fraction,
+            "visible": options.visible_device_list,
+            "counts": dict(config.device_count),
+            "threads": [config.intra_op_parallelism_threads, config.inter_op_parallelism_threads],
+            "isolated": config.isolate_session_state,
         }
         self._connections: dict[str, TaskConnection] = {}
         self._devices: dict[str, list[NodePlace]] = {}
@@ -157,7 +161,8 @@ class ClusterFleet:
         first = part not in self._sent
         if first:
             numbers = {node: self._number(node) for node in _variables_of(part)}
-            self._sent[part] = next(self._numbers), sent_parts.encode_part(part, numbers, run.size_for)
+            late = {NodeOutput(node, 0) for node in self._last_assignments(run).values()} - run.plan.users.keys()
+            self._sent[part] = next(self._numbers), sent_parts.encode_part(part, numbers, run.size_for, without=late)
         self._thread.submit(self._compute(run, part, inputs, first=first))
 
     async def _compute(self, run: Run, part: GraphPart, inputs: list[torch.Tensor], *, first: bool) -> None:
@@ -167,7 +172,11 @@ class ClusterFleet:
             if first:
                 text = memoryview(json.dumps(sent.about, separators=(",", ":"), allow_nan=False).encode())
                 pieces = [text, *map(sent_tensors.bytes_of, sent.constants)]
-                await connection.call_with_bytes("part", {"part": number, "device": part.place.device}, pieces)
+                counts = [
+                    self._number(each) for each, node in self._last_assignments(run).items() if node in part.nodes
+                ]
+                about = {"part": number, "device": part.place.device, "counts": counts}
+                await connection.call_with_bytes("part", about, pieces)
             results = [torch.empty(run.shape_of(each), dtype=each.meta.dtype) for each in sent.outputs]
             about = {"part": number, "run": run.number, "numbers": [run.size_of(each) for each in sent.sizes]}
             await connection.call("run", about, inputs, expected=results)
@@ -184,17 +193,22 @@ class ClusterFleet:
         run.finish(part)
 
     def prepare(self, variable: Node, place: NodePlace, *, anew: bool = False) -> None:
-        """Gives a variable its first value, in the task that it lives in."""
+        """Gives a variable its first value, in the task that it lives in, unless another session has done so."""
         if variable.initializer is None or (variable in self._written and not anew):
             return
-        value = first_value(variable)
+        connection = self._connection(place)
+        number = self._number(variable)
         about = {
-            "variable": self._number(variable),
+            "variable": number,
             "name": variable.name,
+            "container": variable.container,
             "device": place.device,
-            "value": sent_tensors.header_of(value),
+            "value": sent_tensors.header_of(variable.outputs[0]),
         }
-        self._finish([self._connection(place).call("write", about, [value])])
+        (found,) = self._finish([connection.call("declare", about)])
+        if anew or not found["exists"]:
+            value = first_value(variable)
+            self._finish([connection.call("write", {"variable": number, "anew": anew}, [value])])
         self._written.add(variable)
 
     def commit(self, run: Run, places: dict[Node, NodePlace]) -> None:
@@ -203,12 +217,36 @@ class ClusterFleet:
             if variable.tensor is not None:
                 with torch.no_grad():
                     variable.tensor.copy_(value)
-        self._finish([each.call("commit", {"run": run.number}) for each in self._assigning(run)])
-        self._drop(run, without=self._assigning(run))
+        kept: dict[TaskConnection, list[Node]] = {}
+        for variable, node in self._last_assignments(run).items():
+            asked = kept.setdefault(self._connection(places[variable]), [])
+            if NodeOutput(node, 0) in run.plan.fetched:
+                asked.append(node)
+        calls = []
+        for connection, nodes in kept.items():
+            about = {"run": run.number, "values": [self._number(node.variable) for node in nodes if node.variable]}
+            values = [torch.empty(run.shape_of(output), dtype=output.meta.dtype) for output in _first_outputs(nodes)]
+            run.values |= dict(zip(_first_outputs(nodes), values, strict=True))
+            calls.append(connection.call("commit", about, expected=values))
+        self._finish(calls)
+        self._drop(run, without=list(kept))
 
     def abandon(self, run: Run) -> None:
         """Tells all tasks of a run that it was given up."""
         self._drop(run, without=[])
+
+    def reset(self, containers: Sequence[str] | None) -> None:
+        """Ends variables in all tasks of the cluster; raises the error of one that is gone when all others are told."""
+        lost: list[TaskLostError] = []
+        for task in self.spec.tasks:
+            if task.address is not None:
+                try:
+                    self._devices_of(task)
+                    self._finish([self._connections[task.name].call("reset", {"containers": containers})])
+                except TaskLostError as error:
+                    lost.append(error)
+        if lost:
+            raise lost[0]
 
     def close(self) -> None:
         """Ends all connections and the thread."""
@@ -220,7 +258,7 @@ class ClusterFleet:
 
     # Parts of the above
 
-    def _finish(self, calls: Sequence[Coroutine[Any, Any, Any]]) -> None:
+    def _finish(self, calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         """Makes calls and waits for all; Ctrl-C breaks none off in the middle, which would end the connection."""
         futures = [self._thread.submit(each) for each in calls]
         try:
@@ -228,17 +266,12 @@ class ClusterFleet:
         except BaseException:
             concurrent.futures.wait(futures, PATIENCE_S)
             raise
-        for each in futures:
-            each.result()
+        return [each.result() for each in futures]
 
-    def _assigning(self, run: Run) -> list[TaskConnection]:
-        """The tasks that keep values which a run has assigned."""
-        parts = [
-            part
-            for part in run.plan.parts
-            if any(node.kind is NodeKind.ASSIGN and node.variable in self._written for node in part.nodes)
-        ]
-        return list(dict.fromkeys(self._connection(part.place) for part in parts))
+    def _last_assignments(self, run: Run) -> dict[Node, Node]:
+        """For each variable that a task keeps and a run assigns, the assignment that counts."""
+        nodes = (node for part in run.plan.parts for node in part.nodes if node.kind is NodeKind.ASSIGN)
+        return {node.variable: node for node in nodes if node.variable in self._written}
 
     def _drop(self, run: Run, *, without: list[TaskConnection]) -> None:
         for connection in dict.fromkeys(self._connection(part.place) for part in run.plan.parts):
@@ -256,6 +289,10 @@ def _variables_of(part: GraphPart) -> list[Node]:
     """The variables of a part that live in its task."""
     found = (node if node.kind is NodeKind.VARIABLE else node.variable for node in part.nodes)
     return [node for node in found if node is not None and node.tensor is None]
+
+
+def _first_outputs(nodes: Sequence[Node]) -> list[NodeOutput]:
+    return [NodeOutput(node, 0) for node in nodes]
 
 
 def _forget(future: "concurrent.futures.Future[Any]") -> None:

@@ -46,16 +46,23 @@ class Device:
         logical: The device.
         name: Its name in the cluster, for messages.
         limit_bytes: How much may be on it at once; by default as much as fits.
+        variables: The values of variables on it, where others have them too.
     """
 
-    def __init__(self, logical: LogicalDevice, name: str, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        logical: LogicalDevice,
+        name: str,
+        limit_bytes: int | None = None,
+        variables: dict[Node, torch.Tensor] | None = None,
+    ) -> None:
         self.logical = logical
         self._name = name
         self._torch_device = logical.torch_device
         self._limit_bytes = limit_bytes
         self._programs: dict[GraphPart, PreparedProgram] = {}
         self._constants: dict[Node, torch.Tensor] = {}
-        self.variables: dict[Node, torch.Tensor] = {}
+        self.variables = {} if variables is None else variables
 
     def compute(self, part: GraphPart, course: Course) -> None:
         """Runs all nodes of a part; outputs are published as soon as they are there.
@@ -79,7 +86,7 @@ class Device:
                     for slot, result in zip(step.results, results, strict=True):
                         values[slot] = result
                     for output, slot in step.published:
-                        self._synchronize()
+                        self.synchronize()
                         course.publish(output, values[slot])  # type: ignore[arg-type]
                     for slot in step.freed:
                         values[slot] = None
@@ -93,7 +100,12 @@ class Device:
 
     def read(self, variable: Node) -> torch.Tensor:
         """The value of a variable."""
-        value = variable.tensor.detach() if variable.tensor is not None else self.variables[variable]
+        value = variable.tensor.detach() if variable.tensor is not None else self.variables.get(variable)
+        if value is None:
+            raise SessionError(
+                f"variable {variable.name!r} has no value on {self._name}: another program has reset it; make the "
+                f"session anew"
+            )
         return value.to(self._torch_device)
 
     def write(self, variable: Node, value: torch.Tensor) -> None:
@@ -113,7 +125,7 @@ class Device:
         else:
             yield
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
         """Others see a value once it is there."""
         if self._torch_device.type != "cpu":
             torch.accelerator.current_stream(self._torch_device).synchronize()
@@ -148,7 +160,7 @@ class Device:
     ) -> None:
         """Counts each memory once, by where it begins."""
         kept = {f"constant {each.name}": value for each, value in self._constants.items()}
-        kept |= {f"variable {each.name}": value for each, value in self.variables.items()}
+        kept |= {f"variable {each.name}": value for each, value in self.variables.copy().items()}
         kept |= values
         held = {
             value.untyped_storage().data_ptr(): (value.untyped_storage().nbytes(), name) for name, value in kept.items()

@@ -1,6 +1,7 @@
 """Reads what a run is asked for: nested fetches, and values to feed; every rule that they obey."""
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -130,7 +131,8 @@ def _fed_value(output: NodeOutput, value: Any) -> torch.Tensor:
         given = _from_numbers(value, meta.dtype)
     if given is None:
         raise FeedError(
-            f"{name!r} takes {described(meta)}, it was fed {value!r}, which is no tensor and cannot become one"
+            f"{name!r} takes {described(meta)}, it was fed {reprlib.repr(value)}, which is no tensor and cannot become "
+            f"one"
         )
     if given.layout is not torch.strided or given.is_meta or given.is_nested:
         what = "has no values" if given.is_meta else "is not dense"
@@ -159,7 +161,7 @@ def _from_numbers(value: Any, dtype: torch.dtype) -> torch.Tensor | None:
     try:
         given = torch.as_tensor(value)
         made = given.to(dtype)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
+    except (TypeError, ValueError, RuntimeError, OverflowError, RecursionError):
         return None
     fits = torch.can_cast(given.dtype, dtype) or given.numel() == 0
     return made if fits else given

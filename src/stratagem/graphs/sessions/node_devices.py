@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol, final
 from stratagem.devices.device_spec import DeviceSpec
 from stratagem.errors import StratagemError
 from stratagem.graphs.nodes import Node, NodeKind
+from stratagem.graphs.updates import update_path
 
 
 class NodePlace(NamedTuple):
@@ -33,6 +34,8 @@ class NodePlace(NamedTuple):
 
 class Fleet(Protocol):
     """The devices that a session can use."""
+
+    shares_memory: bool
 
     def place(self, spec: DeviceSpec, operation: str) -> NodePlace | None:
         """The device that a spec names; None if it leaves the choice open.
@@ -74,8 +77,10 @@ class Placer:
                 self._settle(node, beside or self._default(node), "follows its inputs" if beside else "not placed")
         for node in new:
             if node.kind is NodeKind.ASSIGN and node.variable in self._places:
-                self._places[node] = self._places[node.variable]
-                self._reasons[node] = "with its variable"
+                # On a cluster what updates a variable is where it can be made anew (`updates`).
+                for each in (node,) if self._fleet.shares_memory else update_path(node)[1:] or (node,):
+                    self._places[each] = self._places[node.variable]
+                    self._reasons[each] = "with its variable"
         self._num_seen += len(new)  # at last, so that what Ctrl-C breaks off is done again
 
     def where(self, node: Node) -> NodePlace:

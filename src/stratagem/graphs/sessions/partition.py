@@ -11,6 +11,7 @@ from typing import final
 from stratagem.errors import FeedError
 from stratagem.graphs.nodes import Node, NodeKind, NodeOutput, described
 from stratagem.graphs.sessions.node_devices import NodePlace
+from stratagem.graphs.updates import update_path
 
 
 @final
@@ -63,13 +64,20 @@ class GraphPlan:
         return list(dict.fromkeys(node for node in found if node is not None))
 
 
-def make_plan(fetched: Iterable[NodeOutput], fed: Set[NodeOutput], where: Callable[[Node], NodePlace]) -> GraphPlan:
+def make_plan(
+    fetched: Iterable[NodeOutput],
+    fed: Set[NodeOutput],
+    where: Callable[[Node], NodePlace],
+    *,
+    whole_updates: bool = False,
+) -> GraphPlan:
     """The plan of a run.
 
     Args:
         fetched: What it is to return.
         fed: What comes with it.
         where: On which device a node runs.
+        whole_updates: Whether what changes a variable is to be in one part, from reading it on.
 
     Raises:
         FeedError: A placeholder is needed that is not fed.
@@ -80,12 +88,18 @@ def make_plan(fetched: Iterable[NodeOutput], fed: Set[NodeOutput], where: Callab
     part_of: dict[Node, GraphPart] = {}
     levels: dict[Node, int] = {}
     for node in nodes:
-        place = where(node)
         sources = [each.node for each in node.inputs if each not in fed]
-        levels[node] = max((levels[each] + (where(each) != place) for each in sources), default=0)
+        levels[node] = max((levels[each] + (where(each) != where(node)) for each in sources), default=0)
+    repeated = _gather_updates(nodes, fed, where, levels) if whole_updates else []
+    for node in nodes:
+        place = where(node)
         part = parts.setdefault((place, levels[node]), GraphPart(len(parts), place))
         part.nodes.append(node)
         part_of[node] = part
+    for node, assignment in repeated:
+        if node not in part_of[assignment].nodes:
+            part_of[assignment].nodes.append(node)
+            part_of[assignment].nodes.sort(key=lambda each: each.number)
     ordered = [part for _, part in sorted(parts.items(), key=lambda item: (item[0][1], item[1].number))]
     users: dict[NodeOutput, list[GraphPart]] = {}
     for part in ordered:
@@ -95,13 +109,47 @@ def make_plan(fetched: Iterable[NodeOutput], fed: Set[NodeOutput], where: Callab
         for each in part.inputs:
             users.setdefault(each, []).append(part)
     for part in ordered:
-        own = [NodeOutput(node, index) for node in part.nodes for index in range(len(node.outputs))]
+        own = [
+            NodeOutput(node, index)
+            for node in part.nodes
+            if part_of[node] is part
+            for index in range(len(node.outputs))
+        ]
         part.outputs = frozenset(
             each for each in own if each not in fed and (each in users or each in wanted or _is_for_program(each.node))
         )
         part.frees = frees_of(part)
     fed_nodes = [each.node for each in fed if each in users or each in wanted]
     return GraphPlan(ordered, users, frozenset(fed), wanted, sorted({*nodes, *fed_nodes}, key=lambda node: node.number))
+
+
+def _gather_updates(
+    nodes: list[Node], fed: Set[NodeOutput], where: Callable[[Node], NodePlace], levels: dict[Node, int]
+) -> list[tuple[Node, Node]]:
+    """Moves what changes a variable to the level of the assignment; returns what is to be repeated there.
+
+    That is what others use too: they must not wait for the assignment.
+    """
+    users: dict[Node, set[Node]] = {node: set() for node in nodes}
+    for node in nodes:
+        for each in node.inputs:
+            if each.node in users:
+                users[each.node].add(node)
+    repeated = []
+    for assignment in nodes:
+        path = update_path(assignment) if assignment.kind is NodeKind.ASSIGN else ()
+        level, inside = levels[assignment], set(path)
+        lower = [node for node in path if levels.get(node, level) < level]
+        if not lower or NodeOutput(path[0], 0) in fed or any(where(node) != where(assignment) for node in path):
+            continue
+        is_moved = True
+        for node in reversed(lower):
+            is_moved = is_moved and users[node] <= inside  # what leads to something that stays must stay, too
+            if is_moved:
+                levels[node] = level
+            else:
+                repeated.append((node, assignment))
+    return repeated
 
 
 def _needed(wanted: Iterable[NodeOutput], fed: Set[NodeOutput]) -> list[Node]:

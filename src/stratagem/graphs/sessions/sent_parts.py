@@ -7,7 +7,7 @@ refuses whatever it does not expect, before anything is computed. Tensors travel
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Final, NoReturn, final
 
 import torch
@@ -18,6 +18,7 @@ from stratagem.devices.device_spec import DeviceSpec
 from stratagem.errors import ProtocolError, SessionError
 from stratagem.graphs.nodes import Node, NodeKind, NodeOutput, Size
 from stratagem.graphs.sessions import allowed_operations
+from stratagem.graphs.sessions.checked_operations import checked
 from stratagem.graphs.sessions.node_devices import NodePlace
 from stratagem.graphs.sessions.partition import GraphPart, frees_of
 from stratagem.graphs.sessions.sent_tensors import PartSizes, empty_of, header_of, refuse, require
@@ -65,13 +66,20 @@ def _no_symbols(symbol: Any) -> NoReturn:
     raise SessionError(f"a graph without unknown sizes has come to {symbol!r}")
 
 
-def encode_part(part: GraphPart, variables: Mapping[Node, int], size_of: Callable[[Any], Size] = _no_symbols) -> Sent:
+def encode_part(
+    part: GraphPart,
+    variables: Mapping[Node, int],
+    size_of: Callable[[Any], Size] = _no_symbols,
+    *,
+    without: Set[NodeOutput] = frozenset(),
+) -> Sent:
     """A part for another task.
 
     Args:
         part: The part; variables that stand for tensors of this program are among its inputs.
         variables: The numbers of the variables that live in that task.
         size_of: The sizes of the graph that symbols stand for (`UnknownSizes.size`).
+        without: Outputs that do not come back from a run.
 
     Raises:
         SessionError: An operation or an argument of it cannot travel.
@@ -109,7 +117,7 @@ def encode_part(part: GraphPart, variables: Mapping[Node, int], size_of: Callabl
                 about |= {"variable": variables[node.variable], "inputs": [reference(node.inputs[0])]}
         numbers[node] = len(nodes)
         nodes.append(about)
-    outputs = tuple(sorted(part.outputs, key=lambda each: (each.node.number, each.slot)))
+    outputs = tuple(sorted(part.outputs - without, key=lambda each: (each.node.number, each.slot)))
     about = {
         "inputs": [header_of(each.meta, sizes) for each in part.inputs],
         "constants": [header_of(each) for each in constants],
@@ -132,7 +140,8 @@ def _encode_operation(node: Node, refer_to: Any) -> dict[str, Any]:
         kwargs = {key: _encode(each, refer_to) for key, each in node.kwargs.items()}
     except ValueError as error:
         raise SessionError(f"{node.name} (made at {node.line}) cannot travel to another task: {error}") from None
-    return {"operation": list(name), "args": args, "kwargs": kwargs, "num_outputs": len(node.outputs)}
+    about = {"operation": list(name), "args": args, "kwargs": kwargs, "num_outputs": len(node.outputs)}
+    return about | ({"is_gradient": True} if node.is_gradient else {})
 
 
 def _encode(value: Any, refer_to: Any) -> Any:
@@ -167,7 +176,7 @@ def decode_part(
         about: What came.
         constants: The tensors that came with it.
         place: Where it is to run.
-        variables: The variables of the session in this task, by number; new ones are added.
+        variables: The variables of the session in this task, by number.
 
     Raises:
         ProtocolError: The description breaks a rule.
@@ -211,7 +220,7 @@ class _Reader:
         kind = about.get("kind")
         fields = about.keys() - {"kind", "name", "line"}
         match kind:
-            case "operation" if fields == {"operation", "args", "kwargs", "num_outputs"}:
+            case "operation" if fields - {"is_gradient"} == {"operation", "args", "kwargs", "num_outputs"}:
                 made = self._operation(about)
             case "add_n" if fields == {"inputs"} and isinstance(about["inputs"], list) and about["inputs"]:
                 made = {"kind": NodeKind.ADD_N, "args": ([self.output(each) for each in about["inputs"]],)}
@@ -251,7 +260,11 @@ class _Reader:
 
     def _variable(self, about: Mapping[str, Any]) -> Node:
         meta = empty_of({"dtype": about["dtype"], "shape": about["shape"]}, "meta")
-        return variable_node(about["variable"], about["name"], meta, self._variables)
+        known = self._variables.get(about["variable"]) if type(about["variable"]) is int else None
+        if known is None:
+            refuse("a variable")
+        require((known.outputs[0].shape, known.outputs[0].dtype) == (meta.shape, meta.dtype), "a variable")
+        return known
 
     def _operation(self, about: Mapping[str, Any]) -> dict[str, Any]:
         named = about["operation"]
@@ -264,12 +277,15 @@ class _Reader:
         require(isinstance(args, list) and len(args) <= len(names), f"the arguments of {named}")
         require(isinstance(kwargs, dict) and kwargs.keys() <= set(names), f"the arguments of {named}")
         require(type(num_outputs) is int and 0 <= num_outputs <= _MOST_LIST, f"the outputs of {named}")
+        is_gradient = about.get("is_gradient", False)
+        require(type(is_gradient) is bool, f"what {named} is")
         return {
             "kind": NodeKind.OPERATION,
-            "function": function,
+            "function": checked(function),
             "args": tuple(self._value(each) for each in args),
             "kwargs": {key: self._value(each) for key, each in kwargs.items()},
             "num_outputs": num_outputs,
+            "is_gradient": is_gradient,
         }
 
     def _value(self, value: Any) -> Any:
@@ -299,19 +315,15 @@ class _Reader:
         refuse("an argument")
 
 
-def variable_node(number: Any, name: Any, like: torch.Tensor, variables: dict[int, Node]) -> Node:
-    """The variable of a number, made when it is first met.
+def variable_node(about: Mapping[str, Any]) -> Node:
+    """The variable that a session declares.
 
     Raises:
-        ProtocolError: It has another type or shape than before.
+        ProtocolError: The declaration breaks a rule.
     """
-    require(type(number) is int and _is_text(name), "a variable")
-    known = variables.get(number)
-    if known is None:
-        require(len(variables) < _MOST_NODES, "the number of variables")
-        known = variables[number] = _node(number, name, "", kind=NodeKind.VARIABLE, meta=like.to("meta"))
-    require((known.outputs[0].shape, known.outputs[0].dtype) == (like.shape, like.dtype), "a variable")
-    return known
+    require(_is_text(about["name"]) and _is_text(about["container"]), "a variable")
+    meta = empty_of(about["value"], "meta")
+    return _node(0, about["name"], "", kind=NodeKind.VARIABLE, meta=meta, container=about["container"])
 
 
 def _source(index: int, header: Any, num_sizes: int) -> Node:

@@ -6,9 +6,10 @@ Owns the life of a session and the steps of one run. Where nodes run is `node_de
 
 import atexit
 import contextlib
+import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeAlias, final
 
@@ -16,6 +17,7 @@ import torch
 
 from stratagem import _torch
 from stratagem._caller import calling_line
+from stratagem._checks import StaysHere
 from stratagem.devices.device_spec import DeviceSpec
 from stratagem.errors import GraphTypeError, SessionError
 from stratagem.graphs.graph import Graph, get_default_graph
@@ -50,7 +52,13 @@ class SessionFleet(Protocol):
     def close(self) -> None: ...
 
 
-Connector: TypeAlias = Callable[[str, SessionConfig], SessionFleet]
+class ClusterSessionFleet(SessionFleet, Protocol):
+    """The devices of the tasks of a cluster, which keep variables for all sessions."""
+
+    def reset(self, containers: Sequence[str] | None) -> None: ...
+
+
+Connector: TypeAlias = Callable[[str, SessionConfig], ClusterSessionFleet]
 _connectors: list[Connector] = []
 
 
@@ -60,11 +68,16 @@ def connect_with(connector: Connector) -> None:
 
 
 @final
-class Session:
+class Session(StaysHere):
     """Runs a graph: cut by device, the parts at the same time, with copies in between.
 
     A thread for each device computes on the cores of that device. What fetches do not need does not run. All operations
     of a run read the values that variables had when it began; changes take effect when the whole run has succeeded.
+
+    Sessions on a cluster share variables of the same name in the same container (`sg.container`): between-graph
+    replication. They stay in their tasks when sessions end, until `Session.reset` or the end of the server. An update
+    (`w -= d`, `sg.assign(w, w - d)`, an optimizer's) is made on the value that the variable then has, so that none is
+    lost; any other value replaces what is there. Variables of a session without a target are its own.
 
     Args:
         target: A graph; or the target of a server of a cluster (`server.target`), whose tasks then run the graph.
@@ -99,7 +112,8 @@ class Session:
         config.check()
         self.graph = graph or get_default_graph()
         self._fleet: SessionFleet = _connect(target, config) if target else LocalFleet(config)
-        self._forgotten = weakref.finalize(self, _close_beside, self._fleet)
+        self._process = os.getpid()
+        self._forgotten = weakref.finalize(self, _close_beside, self._fleet, self._process)
         self._forgotten.atexit = False  # a thread could no longer be started then
         _open.add(self)
         self._placer = Placer(self._fleet)
@@ -134,16 +148,46 @@ class Session:
         """
         if self._closed_at is not None:
             raise SessionError(f"the session was closed at {self._closed_at}; make a new one")
+        if os.getpid() != self._process:
+            raise SessionError(
+                f"the session belongs to process {self._process}, from which this one was forked without its threads "
+                f"and connections; run it there, or make a session in a process that was started by spawn"
+            )
         # No scope and no graph that is open around the call concerns what is computed here.
         with scopes.recording(), _torch.without_dispatch_modes(), self._running:
             return self._run(read_fetches(self.graph, fetches), read_feeds(self.graph, feed_dict))
+
+    @staticmethod
+    def reset(target: str, containers: Sequence[str] | None = None, config: SessionConfig | None = None) -> None:
+        """Ends variables that the tasks of a cluster keep. Sessions that use them must be made anew.
+
+        Args:
+            target: The target of a server of the cluster (`server.target`).
+            containers: Those whose variables end (`sg.container`; `""`, or the name of the job, outside of any); by
+                default all.
+            config: The settings; says where the token is.
+
+        Raises:
+            TaskLostError: A task cannot be reached; the others have ended theirs.
+        """
+        named = None if containers is None else list(containers)
+        if not isinstance(target, str) or not target or isinstance(containers, str):
+            raise GraphTypeError(f"reset takes a target and a list of containers, got {target!r} and {containers!r}")
+        if named is not None and not all(isinstance(each, str) for each in named):
+            raise GraphTypeError(f"containers are texts, got {containers!r}")
+        fleet = _connect(target, config or SessionConfig())
+        try:
+            fleet.reset(named)
+        finally:
+            fleet.close()
 
     def close(self) -> None:
         """Ends the threads of the session and its connections. A second time it does nothing."""
         if self._closed_at is None:
             self._closed_at = calling_line()
             self._forgotten.detach()
-            self._fleet.close()
+            if os.getpid() == self._process:  # a fork has neither its threads nor its connections
+                self._fleet.close()
 
     def close_idle(self) -> None:
         """Closes the session unless it is computing."""
@@ -178,8 +222,8 @@ class Session:
         workers = {part.place: self._fleet.worker(part.place) for part in plan.parts}
         run = Run(plan, feeds, workers, self._fleet.abandon, self._numbers(plan, feeds))
         run.execute()
-        results = {output: _result(output, run.owned(run.values[output].cpu())) for output in asked.returned}
         self._fleet.commit(run, places)
+        results = {output: _result(output, run.owned(run.values[output].cpu())) for output in asked.returned}
         self._log.record(plan, run.num_bytes)
         return asked.filled(results)
 
@@ -197,12 +241,16 @@ class Session:
     def _plan(self, asked: Fetches, feeds: Mapping[NodeOutput, torch.Tensor]) -> GraphPlan:
         key = (frozenset(asked.outputs), frozenset(feeds))
         if key not in self._plans:
-            self._plans[key] = make_plan(asked.outputs, feeds.keys(), self._placer.where)
+            self._plans[key] = make_plan(
+                asked.outputs, feeds.keys(), self._placer.where, whole_updates=not self._fleet.shares_memory
+            )
         return self._plans[key]
 
 
-def _close_beside(fleet: SessionFleet) -> None:
+def _close_beside(fleet: SessionFleet, process: int) -> None:
     """Ends a session that nobody holds any more; that may be noticed in one of its own threads."""
+    if os.getpid() != process:
+        return
     thread = threading.Thread(target=fleet.close, name="stratagem-session-end", daemon=True)
     thread.start()
     _ending.add(thread)
@@ -222,7 +270,7 @@ def _close_all() -> None:
         thread.join(PATIENCE_S)
 
 
-def _connect(target: str, config: SessionConfig) -> SessionFleet:
+def _connect(target: str, config: SessionConfig) -> ClusterSessionFleet:
     if not _connectors:
         raise SessionError(f"sessions on {target!r} need stratagem.cluster; make them by sg.Session")
     return _connectors[0](target, config)

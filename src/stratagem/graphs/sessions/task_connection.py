@@ -17,8 +17,8 @@ from stratagem import _clock
 from stratagem.cluster import channel as channels
 from stratagem.cluster.address import Address
 from stratagem.cluster.channel import Channel, ClosedError
+from stratagem.cluster.liveness import Pulse, Rhythm, chosen_timeout_s, keep_looking
 from stratagem.cluster.membership.member_messages import MOST_BYTES, Body, MessageKind
-from stratagem.cluster.membership.members import Pulse, keep_looking
 from stratagem.cluster.token import Token
 from stratagem.devices.memory import OutOfMemoryError
 from stratagem.errors import DeviceNotFoundError, ProtocolError, SessionError, TaskLostError
@@ -26,7 +26,6 @@ from stratagem.graphs.sessions import sent_tensors
 
 HEARTBEAT_S: Final = 1.0
 NUM_MISSED: Final = 4
-SILENCE_S: Final = 30.0
 _CONNECT_S: Final = 10.0
 _OPENING_S: Final = 60.0
 _ERRORS: Final = {each.__name__: each for each in (OutOfMemoryError, DeviceNotFoundError, SessionError)}
@@ -46,7 +45,7 @@ async def receive_pieces(channel: Channel, into: memoryview, noted: Callable[[],
         TimeoutError: The other side has stopped in the middle.
     """
     for start in range(0, len(into), MOST_BYTES):
-        async with _clock.timeout(SILENCE_S):
+        async with _clock.timeout(chosen_timeout_s()):
             await channel.receive_bytes(into[start : start + MOST_BYTES])
         noted()
 
@@ -76,7 +75,8 @@ class TaskConnection:
         self._numbers = itertools.count()
         self._calls: dict[int, _TaskCall] = {}
         self._gone: str | None = None
-        self._pulse = Pulse(HEARTBEAT_S, round(_OPENING_S / HEARTBEAT_S))
+        self._rhythm = Rhythm(HEARTBEAT_S, NUM_MISSED, chosen_timeout_s())
+        self._pulse = Pulse(Rhythm(HEARTBEAT_S, NUM_MISSED, max(_OPENING_S, self._rhythm.timeout_s)))
         self._listening = asyncio.create_task(self._listen())
         self._watching = asyncio.create_task(self._keep_alive())
 
@@ -101,7 +101,7 @@ class TaskConnection:
     async def open(self, options: Body) -> Body:
         """Opens the session in the task; the first one may have to wait until torch is loaded there."""
         about = await self.call("open", options)
-        self._pulse = Pulse(HEARTBEAT_S, NUM_MISSED)
+        self._pulse = Pulse(self._rhythm)
         return about
 
     async def call(
@@ -186,8 +186,8 @@ class TaskConnection:
 
     async def _keep_alive(self) -> None:
         """A task that stops or is cut off closes no connection: it falls silent."""
-        await asyncio.sleep(HEARTBEAT_S)  # what comes first is a call
-        await keep_looking(HEARTBEAT_S, self._beat, self._look)
+        await asyncio.sleep(self._rhythm.beat_s)  # what comes first is a call
+        await keep_looking(self._rhythm, self._beat, self._look)
 
     def _beat(self) -> None:
         if not self._sending.locked():  # while tensors are on their way, they are the sign
@@ -195,8 +195,8 @@ class TaskConnection:
                 self._channel.send(MessageKind.BEAT)
 
     def _look(self) -> None:
-        if self._gone is None and self._pulse.is_lost():
-            self._lose(self._pulse.why(self._channel))
+        if self._gone is None and (why := self._pulse.why_lost(self._channel.unconfirmed_s)):
+            self._lose(why)
 
     def _lose(self, why: str, *, by_task: bool = True) -> None:
         if self._gone is None:

@@ -27,11 +27,13 @@ class Round(NamedTuple):
         number: They rise.
         num_needed: How many gradients complete it.
         weight: How many examples this worker has.
+        share: What part that is of those of all workers.
     """
 
     number: int
     num_needed: int
     weight: int
+    share: float = 1.0
 
     def following(self) -> "Round":
         """The round of the next update in the same run."""

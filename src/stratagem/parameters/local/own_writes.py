@@ -34,6 +34,10 @@ class OwnWrites:
         """Those that have been written to."""
         return [name for name, each in self._parameters.items() if _torch.version_of(each) != self._marks[name]]
 
+    def note(self, names: Iterable[int]) -> None:
+        """Takes parameters, of those that it has, for written to."""
+        self._marks |= {name: -1 for name in names if name in self._marks}
+
     def settle(self, names: Iterable[int] | None = None) -> None:
         """Takes parameters, by default all, for not written to."""
         chosen = self._parameters if names is None else names

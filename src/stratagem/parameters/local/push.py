@@ -185,8 +185,8 @@ def note_staleness(board: Board, worker: int, staleness: int) -> None:
 
 
 def as_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient as an optimizer applies it: rows summed and in order."""
-    return gradient.coalesce() if gradient.is_sparse else gradient
+    """A gradient as an optimizer applies it to what lies in memory of the host: rows summed and in order."""
+    return (gradient.coalesce() if gradient.is_sparse else gradient).cpu()
 
 
 def is_finite_gradient(gradient: torch.Tensor) -> bool:

@@ -11,16 +11,19 @@ from typing import Any, final
 
 import torch
 
+from stratagem.collectives.collective import combine
 from stratagem.parameters.local.board import Board
 from stratagem.parameters.local.journal import Journal, Target
 from stratagem.parameters.local.locks import Locks
 from stratagem.parameters.partitioning import make_plan
 from stratagem.parameters.protocol import Variable
 from stratagem.processes.region import PAGE_BYTES, Region
-from stratagem.variables.store import Placement, Store
+from stratagem.variables.aggregation import Aggregation
+from stratagem.variables.store import Homes, Placement, Store
 
 TRAINED, TABLE, OTHER = "trained", "table", "other"
 _SMALL = 4096
+_CPU = torch.device("cpu")
 
 
 @final
@@ -69,9 +72,10 @@ class LocalVariables:
     Args:
         memory: What all have in common.
         torn_reads: Whether a worker computes with the shared values themselves, which others may be changing.
+        device: Where a worker has its copies; an accelerator has some of tables as well.
     """
 
-    def __init__(self, memory: SharedMemoryOfShards, *, torn_reads: bool = False) -> None:
+    def __init__(self, memory: SharedMemoryOfShards, *, torn_reads: bool = False, device: torch.device = _CPU) -> None:
         self.memory = memory
         self.board = memory.board
         self.journal = Journal(memory.board, memory.locks)
@@ -79,12 +83,15 @@ class LocalVariables:
         self.version = -1  # which this process' copies are of
         self._num_writes = -1  # likewise: how many of the main program's they have
         self._torn_reads = torn_reads
+        self._device = device
         self._copies: dict[int, torch.Tensor] = {}  # by number of the target: this process' own values
         self._pulled: dict[int, torch.Tensor] = {}  # of buffers: what they were when they were pulled
         self._copied: dict[int, int] = {}  # likewise: the change that the copy has
         self._watched: dict[int, dict[int, torch.Tensor]] = {}  # of some parameters, by name: what they were, likewise
+        self._homes: dict[int, tuple[Homes, dict[int, torch.Tensor]]] = {}  # likewise: a worker's tensors, by name
         self._where: dict[int, tuple[Held, Placement]] = {}
         self._loads = [0] * memory.num_shards
+        self._chosen: dict[int, Aggregation] = {}  # of buffers, by name
 
     # In the main program
 
@@ -156,7 +163,7 @@ class LocalVariables:
             if len(held.store.gone) == len(held.store.placements):
                 self.held.remove(held)
                 self.journal.drop([held.target])
-                for kept in (self._copies, self._pulled, self._watched, self._copied):
+                for kept in (self._copies, self._pulled, self._watched, self._copied, self._homes):
                     kept.pop(held.target.number, None)
 
     def find(self, name: int) -> tuple[Held, Placement]:
@@ -168,21 +175,26 @@ class LocalVariables:
     def build(self, held: Held) -> dict[int, torch.Tensor]:
         """Makes a worker's own tensors of variables that it was sent, by name."""
         flat = held.store.shared
-        if held.kind == OTHER or (held.kind == TRAINED and not self._torn_reads):
-            flat = self._copies[held.target.number] = torch.zeros(held.store.num_elements, dtype=held.store.dtype)
+        if held.kind == OTHER or (held.kind == TRAINED and not self._torn_reads) or self._device != _CPU:
+            flat = torch.zeros(held.store.num_elements, dtype=held.store.dtype, device=self._device)
+            self._copies[held.target.number] = flat
             if held.kind == OTHER:
                 self._pulled[held.target.number] = torch.zeros_like(flat)
-        tensors: dict[int, torch.Tensor] = {}
-        for placement in held.store.placements:
-            # Not views of one tensor: those count changes together, and autograd takes one for a change of all.
-            view = torch.empty(0, dtype=flat.dtype)
-            view.set_(
-                flat.untyped_storage(), flat.storage_offset() + placement.offset, placement.shape, placement.stride
-            )
-            is_parameter = placement.is_parameter
-            tensors[placement.name] = torch.nn.Parameter(view, placement.requires_grad) if is_parameter else view
+        homes, tensors = Homes(flat, held.store.placements), {}
+        for number, placement in enumerate(held.store.placements):
+            made, is_parameter = homes.make(number), placement.is_parameter
+            tensors[placement.name] = torch.nn.Parameter(made, placement.requires_grad) if is_parameter else made
+        self._homes[held.target.number] = homes, tensors
         self.version = -1
         return tensors
+
+    def bring_back(self) -> list[int]:
+        """Brings tensors home that a step gave other memory (`weight.data = ...`); their names."""
+        names = []
+        for homes, tensors in self._homes.values():
+            order = list(tensors)
+            names += [order[number] for number in homes.bring_back(list(tensors.values()))]
+        return names
 
     def pull(self, *, if_changed: bool = True) -> None:
         """Brings this worker's copies up to date; each variable is of one version, those of a shard together."""
@@ -238,7 +250,11 @@ class LocalVariables:
         held, placement = self.find(name)
         own, shared = (_part(each, placement) for each in (self._copies[held.target.number], held.store.shared))
         pulled = self._watched.get(held.target.number, {}).get(name)
-        return own if pulled is None else torch.where(own == pulled, shared, own)
+        return own.cpu() if pulled is None else torch.where((own == pulled).cpu(), shared, own.cpu())
+
+    def has_copy(self, held: Held) -> bool:
+        """Whether this worker computes with a copy of its own."""
+        return held.target.number in self._copies
 
     def changed_buffers(self) -> list[tuple[Held, torch.Tensor]]:
         """What this worker changed in buffers since it pulled them: stores, and its own values."""
@@ -255,9 +271,23 @@ class LocalVariables:
         Changes, not values: so that the counts and moving averages of all workers come together.
         """
         for held, own in changed:
-            pulled = self._pulled[held.target.number]
-            held.store.shared.copy_(_with_changes(held.store.shared, pulled, own))
-            pulled.copy_(own)
+            held.store.shared.copy_(self._with_changes(held, own))
+            self._pulled[held.target.number].copy_(own)
+
+    def choose(self, chosen: Mapping[int, Aggregation]) -> None:
+        """Takes how some buffers, by `id`, are joined from now on: only smallest and largest values are no changes."""
+        for _, tensors in self._homes.values() if chosen else ():
+            self._chosen |= {name: chosen[id(each)] for name, each in tensors.items() if id(each) in chosen}
+
+    def _with_changes(self, held: Held, own: torch.Tensor) -> torch.Tensor:
+        """What all have of buffers, with what this worker has changed."""
+        shared, own = held.store.shared, own.cpu()
+        value = _with_changes(shared, self._pulled[held.target.number].cpu(), own)
+        for placement in held.store.placements if self._chosen else ():
+            if (how := self._chosen.get(placement.name)) in (Aggregation.MIN, Aggregation.MAX):
+                parts = [_part(shared, placement), _part(own, placement)]
+                _part(value, placement).copy_(combine(parts, how))
+        return value
 
     def refresh(self, written: Sequence[int] = ()) -> None:
         """Brings this worker's copies up to date, with what it has changed; the caller holds all shards.
@@ -268,7 +298,7 @@ class LocalVariables:
         kept = {name: self._with_own(name).clone() for name in written}
         for held, own in self.changed_buffers():
             number, shared = held.target.number, held.store.shared
-            own.copy_(_with_changes(shared, self._pulled[number], own))
+            own.copy_(self._with_changes(held, own))
             self._pulled[number].copy_(shared)
             self._copied[number] = int(self.board.targets[number, 3])
         for shard in range(self.memory.num_shards):
@@ -287,5 +317,6 @@ def _with_changes(shared: torch.Tensor, pulled: torch.Tensor, own: torch.Tensor)
     """What all have, with the changes of a worker."""
     if own.dtype == torch.bool:
         return torch.where(own == pulled, shared, own)
-    # Where nobody else was, the value itself: it is not rounded again.
-    return torch.where(shared == pulled, own, shared + (own - pulled).masked_fill_(own == pulled, 0))
+    # Where nobody else was, the value itself: it is not rounded again. Nor is there a change from what is infinite.
+    alone = (shared == pulled) | ~pulled.isfinite()
+    return torch.where(own == pulled, shared, torch.where(alone, own, shared + (own - pulled)))

@@ -112,6 +112,7 @@ _FIELDS: Final[dict[FrameKind, dict[str, Check]]] = {
     FrameKind.STATE: {"up_to": _counts_by_text},
     FrameKind.LOAD: {"version": _count, "saved": _SAVED},
     FrameKind.HOLD: {},
+    FrameKind.MEET: {},
     FrameKind.SHARE: {"pid": _count, "descriptor": _count, "num_bytes": _count, "proof": is_text},
     FrameKind.DONE: {
         "version": _count,

@@ -57,6 +57,8 @@ class FrameKind(enum.IntEnum):
     """To a task that was declared lost: it no longer takes part."""
     SHARE = 14
     """Offers memory for tensors, to a server on the same machine."""
+    MEET = 15
+    """Waits until all tasks that train have come to the same place."""
 
 
 class Greeting(enum.IntEnum):

@@ -5,14 +5,14 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final, final
 
-from stratagem._checks import require_seconds
+from stratagem._checks import require_seconds, require_seconds_if_given
 from stratagem.errors import StrategyError
 from stratagem.parameters.consistency import Async, BoundedStaleness, Consistency, RateOf, Synchronous
 from stratagem.parameters.network.compression import Compression
 from stratagem.parameters.network.server.pacing import Pacing
 from stratagem.parameters.partitioning import Partitioner
 
-OF_CLUSTERS: Final = ("compression", "partitioner", "join_timeout_s", "shares_memory")
+OF_CLUSTERS: Final = ("compression", "variable_partitioner", "join_timeout_s", "heartbeat_timeout_s", "shares_memory")
 """What has no meaning on one machine."""
 
 # Beyond that a rule for staleness gives what it gives for the last.
@@ -28,11 +28,13 @@ class ClusterOptions:
         max_ahead: How many pushes a task may be ahead of the slowest; `None` for any.
         rates: The factors of the learning rate of a push, by its staleness; none for 1.
         backup_workers: Of synchronous steps: how many gradients may be missing; `None` where no steps are shared.
-        partitioner: Cuts large variables; by default none is cut.
+        variable_partitioner: Cuts large variables; by default none is cut.
         compression: How gradients are made smaller on the wire.
         on_nonfinite: What a gradient that is not finite does to its step: `skip` or `raise`.
         join_timeout_s: How long to wait for servers and chief.
         stall_timeout_s: How long a task waits for others that it may not be ahead of.
+        heartbeat_timeout_s: How long a task that its machine answers for may give no sign of life; by default what
+            `stratagem run --heartbeat-timeout` says, or 30 s.
         shares_memory: Whether servers on this machine get and give tensors through memory, not in frames.
         verbose: Whether to print the staleness of this task's pushes at the end.
     """
@@ -40,16 +42,18 @@ class ClusterOptions:
     max_ahead: int | None = None
     rates: tuple[float, ...] = ()
     backup_workers: int | None = None
-    partitioner: Partitioner | None = None
+    variable_partitioner: Partitioner | None = None
     compression: Compression | None = None
     on_nonfinite: str = "skip"
     join_timeout_s: float = 60.0
     stall_timeout_s: float = 60.0
+    heartbeat_timeout_s: float | None = None
     shares_memory: bool = True
     verbose: bool = False
 
     def __post_init__(self) -> None:
         require_seconds(join_timeout_s=self.join_timeout_s, stall_timeout_s=self.stall_timeout_s)
+        require_seconds_if_given(heartbeat_timeout_s=self.heartbeat_timeout_s)
         if self.on_nonfinite not in ("skip", "raise"):
             raise StrategyError(f"on_nonfinite is 'skip' or 'raise' between machines, got {self.on_nonfinite!r}")
 
@@ -69,6 +73,12 @@ class ClusterOptions:
         if consistency is not None and not isinstance(consistency, Async | BoundedStaleness | Synchronous):
             raise StrategyError(
                 f"consistency is Async(), BoundedStaleness(k) or Synchronous(backup_workers=b), got {consistency!r}"
+            )
+        partitioner = options.get("variable_partitioner")
+        if partitioner is not None and not callable(getattr(partitioner, "num_parts", None)):
+            raise StrategyError(
+                f"variable_partitioner is a MinSizePartitioner, MaxSizePartitioner or FixedShardsPartitioner, got "
+                f"{partitioner!r}"
             )
         if isinstance(options.get("compression"), str):
             options["compression"] = Compression(options["compression"])

@@ -20,7 +20,8 @@ from stratagem.parameters.network.zmq_password import Door
 _FEWEST: Final = (4, 3, 5)  # older ones can be crashed by strangers
 _QUEUED_FRAMES: Final = 32  # of data: 16 MiB
 _HANDSHAKE_MS: Final = 5000
-_PING_MS, _PONG_MS = 1000, 5000
+_PING_MS: Final = 1000
+_MOST_MS: Final = 2**31 - 1
 _BUFFER_BYTES: Final = 4 * 2**20
 
 
@@ -39,14 +40,17 @@ def new_context() -> "zmq.Context[zmq.Socket[bytes]]":
 
 
 def serving(
-    context: "zmq.Context[zmq.Socket[bytes]]", listeners: Sequence[socket.socket], door: Door
+    context: "zmq.Context[zmq.Socket[bytes]]", listeners: Sequence[socket.socket], door: Door, timeout_s: float
 ) -> "zmq.Socket[bytes]":
-    """A socket for many clients, on sockets of the system that listen already; they become its own."""
+    """A socket for many clients, on sockets of the system that listen already; they become its own.
+
+    A connection over which nothing comes for the timeout is closed.
+    """
     router = _limited(context.socket(zmq.ROUTER))
     door.guard(router)
     router.set(zmq.ROUTER_MANDATORY, 1)
     router.set(zmq.HEARTBEAT_IVL, _PING_MS)
-    router.set(zmq.HEARTBEAT_TIMEOUT, _PONG_MS)
+    router.set(zmq.HEARTBEAT_TIMEOUT, max(_PING_MS, int(min(1000 * timeout_s, _MOST_MS))))
     router.set(zmq.IPV6, 1)
     for listener in listeners:
         host, port = listener.getsockname()[:2]
@@ -62,6 +66,11 @@ def connecting(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]"
     dealer.set(zmq.RECONNECT_IVL, -1)
     dealer.set(zmq.IPV6, 1)
     return dealer
+
+
+def descriptor_of(message: zmq.Frame) -> int:
+    """The socket of the system over which a message came; it is ZeroMQ's, and may be closed at any time."""
+    return int(message.get(zmq.SRCFD))
 
 
 def _limited(made: "zmq.Socket[bytes]") -> "zmq.Socket[bytes]":

@@ -1,23 +1,12 @@
 """The rules that arguments obey."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from stratagem.errors import EstimatorError
-
-
-def require_count(name: str, value: Any) -> None:
-    """Refuses what is not a positive whole number."""
-    if type(value) is not int or value < 1:
-        raise EstimatorError(f"{name} is a positive int, got {described(value)}")
-
-
-def require_seconds(name: str, value: Any) -> None:
-    """Refuses what is not a time."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise EstimatorError(f"{name} is a number of seconds, more than 0, got {value!r}")
+from stratagem.errors import EstimatorError, StratagemError, in_words
 
 
 def require_one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
@@ -54,3 +43,17 @@ def accepted(function: Callable[..., Any], what: str, available: Mapping[str, An
         if each.name not in available and each.default is each.empty and each.kind is not each.VAR_POSITIONAL:
             raise EstimatorError(f"{what} may take {', '.join(available)}; it needs an argument {each.name!r}")
     return {each.name: offered[each.name] for each in parameters if each.name in offered}
+
+
+@contextlib.contextmanager
+def labels_needed(what: str, labels: Any) -> Iterator[None]:
+    """A block of the user's that fails because there are no labels: says so. Some models do without."""
+    try:
+        yield
+    except (TypeError, AttributeError, ValueError) as error:
+        if labels is not None or isinstance(error, StratagemError):
+            raise
+        raise EstimatorError(
+            f"{what} failed with {in_words(error)}, and the batches of input_fn have no labels: let input_fn give "
+            f"(features, labels), or a model and a loss that need none"
+        ) from error

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from stratagem.training.estimator.specs import EstimatorSpec, ModeKeys, WarmStar
 
 
 def model_to_estimator(
-    module: torch.nn.Module | None = None,
+    module: Any = None,
     *,
     loss: Callable[[Any, Any], torch.Tensor] | None = None,
     optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
@@ -32,7 +33,7 @@ def model_to_estimator(
     """An Estimator that trains copies of a torch module or a Keras model, starting from its weights.
 
     Args:
-        module: The module; it is not changed itself.
+        module: The module, or a compiled Keras model; it is not changed itself.
         loss: A function of (outputs, labels).
         optimizer: A function that makes the optimizer, given the parameters:
             `functools.partial(torch.optim.Adam, lr=1e-3)`.
@@ -41,13 +42,16 @@ def model_to_estimator(
         predictions: As in `EstimatorSpec`.
         keras_model: Instead of all these a Keras model, compiled; or a function that makes one, for models
             that cannot be copied. It is not changed itself. Batches may have weights of the examples, as a
-            third part.
+            third part. A Keras model may come first, too.
         model_dir: Where checkpoints and summaries are kept.
         config: How to run; holds the strategies.
         warm_start_from: As of `Estimator`; what it does not name keeps the given weights.
     Raises:
         EstimatorError: Something is missing or of the wrong kind.
     """
+    keras = sys.modules.get("keras")
+    if keras_model is None and keras is not None and isinstance(module, keras.Model):
+        module, keras_model = None, module
     if keras_model is not None:
         given = {"module": module, "loss": loss, "optimizer": optimizer, "scheduler": scheduler, "metrics": metrics}
         if extra := [name for name, value in {**given, "predictions": predictions}.items() if value is not None]:

@@ -13,13 +13,14 @@ from typing import Any, final
 import torch
 
 from stratagem._caller import warn_caller
+from stratagem._checks import require_count
 from stratagem.engine import context, random_state
 from stratagem.errors import EstimatorError, LostError, StratagemWarning, StrategyError
 from stratagem.strategies.one_device import get_strategy
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.checkpoints import latest_checkpoint, save_checkpoint
 from stratagem.training.estimator import exporting, training_state
-from stratagem.training.estimator.checks import described, require_count, require_input_fn
+from stratagem.training.estimator.checks import described, require_input_fn
 from stratagem.training.estimator.estimator_session import EstimatorSession, chosen, rows
 from stratagem.training.estimator.hooks import (
     CheckpointSaverHook,
@@ -58,7 +59,7 @@ class Estimator:
 
     Args:
         model_fn: The model.
-        model_dir: Where checkpoints and summaries are kept.
+        model_dir: Where checkpoints and summaries are kept; by default a temporary folder, which ends with the program.
         config: How to run; holds the strategies.
         params: Passed on to `model_fn` and to input functions.
         warm_start_from: A checkpoint of another model, a folder of them, or `WarmStartSettings`:
@@ -122,7 +123,7 @@ class Estimator:
             raise EstimatorError(f"give steps or max_steps, got both: {steps!r} and {max_steps!r}")
         for name, value in (("steps", steps), ("max_steps", max_steps)):
             if value is not None:
-                require_count(name, value)
+                require_count(EstimatorError, **{name: value})
         self._require_outside("train")
         pending = [self._find(None, self.config.train_distribute)]
         step = step_in(pending[0])
@@ -213,7 +214,7 @@ class Estimator:
         require_input_fn(input_fn)
         require_hooks("hooks", hooks)
         if steps is not None:
-            require_count("steps", steps)
+            require_count(EstimatorError, steps=steps)
         self._require_outside("evaluate")
         found = self._find_trained(checkpoint_path)
         with contextlib.ExitStack() as stack:

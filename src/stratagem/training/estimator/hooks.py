@@ -13,8 +13,9 @@ from typing import Any, final
 import torch
 
 from stratagem._caller import warn_caller
+from stratagem._checks import require_count, require_seconds
 from stratagem.errors import CheckpointWriteError, EstimatorError, StratagemWarning
-from stratagem.training.estimator.checks import described, require_count, require_one_of, require_seconds
+from stratagem.training.estimator.checks import described, require_one_of
 
 _log = logging.getLogger("stratagem")
 
@@ -108,7 +109,7 @@ class StopAtStepHook(SessionRunHook):
     def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
         if (num_steps is None) == (last_step is None):
             raise EstimatorError(f"give one of num_steps and last_step, got {num_steps!r} and {last_step!r}")
-        require_count("num_steps" if last_step is None else "last_step", num_steps if last_step is None else last_step)
+        require_count(EstimatorError, **({"num_steps": num_steps} if last_step is None else {"last_step": last_step}))
         self._num_steps = num_steps or 0
         self._given = self._last_step = last_step
 
@@ -137,7 +138,7 @@ class LoggingTensorHook(SessionRunHook):
         for name in tensors:
             if name not in ("loss", "learning_rate"):
                 raise EstimatorError(f"what can be logged is 'loss' and 'learning_rate', got {name!r}")
-        require_count("every_n_iter", every_n_iter)
+        require_count(EstimatorError, every_n_iter=every_n_iter)
         self._names = tuple(tensors)
         self._every = every_n_iter
         self._num_steps = 0
@@ -161,7 +162,7 @@ class StepCounterHook(SessionRunHook):
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
-        require_count("every_n_steps", every_n_steps)
+        require_count(EstimatorError, every_n_steps=every_n_steps)
         self._every = every_n_steps
 
     def after_create_session(self, run_context: RunContext) -> None:
@@ -219,9 +220,9 @@ class CheckpointSaverHook(SessionRunHook):
         if (save_steps is None) == (save_secs is None):
             raise EstimatorError(f"give one of save_steps and save_secs, got {save_steps!r} and {save_secs!r}")
         if save_steps is not None:
-            require_count("save_steps", save_steps)
+            require_count(EstimatorError, save_steps=save_steps)
         else:
-            require_seconds("save_secs", save_secs)
+            require_seconds(EstimatorError, save_secs=save_secs)
         require_one_of("on_error", on_error, ("raise", "warn"))
         self._save_steps = save_steps
         self._save_secs = save_secs

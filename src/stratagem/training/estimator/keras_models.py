@@ -18,7 +18,7 @@ from stratagem.objects import per_replica
 from stratagem.strategies.one_device import get_strategy
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.checkpoints import require_fit
-from stratagem.training.estimator.checks import described
+from stratagem.training.estimator.checks import described, labels_needed
 from stratagem.training.estimator.models import Batch, Evaluation, Maker, Model
 from stratagem.training.estimator.run_config import RunConfig
 from stratagem.training.estimator.specs import ModeKeys
@@ -99,7 +99,9 @@ class KerasModel(Model):
         self._model.train(self.mode == ModeKeys.TRAIN)
 
     def run(self, batch: Batch) -> Any:
-        return self._step(*per_replica.load_deferred(per_replica.select(batch, 0)))
+        whole = per_replica.load_deferred(per_replica.select(batch, 0))
+        with labels_needed("the step of Keras", whole[1] if self.mode != ModeKeys.PREDICT else ()):
+            return self._step(*whole)
 
     def loss(self, results: Any) -> float:
         return float("nan") if self.mode == ModeKeys.PREDICT else float(results["loss"])

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from stratagem._caller import warn_caller
 from stratagem.engine import random_state
-from stratagem.errors import EstimatorError, StratagemWarning
+from stratagem.errors import EstimatorError, ParameterError, StratagemWarning
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.checkpoints import checkpoint_path, require_keepable, save_checkpoint
 from stratagem.training.estimator import training_state
@@ -85,6 +85,8 @@ class SessionOpener:
 
         def save(session: EstimatorSession, finished: bool) -> str:
             strategy.synchronize()
+            if finished:
+                _wait_for_others(strategy)
             state = training_state.state_of(session, structure, finished=finished)
             step, keep_max = session.global_step, self._config.keep_checkpoint_max
             try:
@@ -143,3 +145,11 @@ class SessionOpener:
         if first is None:
             raise EstimatorError("input_fn gave no batch; a training, an evaluation or a prediction needs one")
         return feed, position, first
+
+
+def _wait_for_others(strategy: Strategy) -> None:
+    """Lets the last checkpoint have what all others have done; without one that is gone for good, all the same."""
+    try:
+        strategy.barrier()
+    except ParameterError as error:
+        warn_caller(f"the last checkpoint has what had come by then: {error}", StratagemWarning)

@@ -1,14 +1,20 @@
 """How an Estimator runs: strategies, checkpoints, summaries."""
 
+import atexit
 import dataclasses
 import os
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stratagem.errors import EstimatorError
+from stratagem._caller import warn_caller
+from stratagem._checks import require_count, require_folder, require_seconds
+from stratagem.cluster.resolvers.detection import found
+from stratagem.errors import EstimatorError, StratagemWarning
 from stratagem.strategies.strategy import Strategy
-from stratagem.training.estimator.checks import described, require_count, require_one_of, require_seconds
+from stratagem.training.estimator.checks import described, require_one_of
 
 FROM_CHECKPOINT = "from_checkpoint"
 
@@ -53,16 +59,16 @@ class RunConfig:
             raise EstimatorError(f"random_seed is an int, or None, got {described(self.random_seed)}")
         require_one_of("on_save_error", self.on_save_error, ("raise", "warn"))
         require_one_of("restart", self.restart, ("never", FROM_CHECKPOINT))
-        require_count("max_restarts", self.max_restarts)
+        require_count(EstimatorError, max_restarts=self.max_restarts)
         if self.save_checkpoints_steps is not None and self.save_checkpoints_secs is not None:
             raise EstimatorError(
                 f"checkpoints are written every so many steps or seconds, got save_checkpoints_steps="
                 f"{self.save_checkpoints_steps!r} and save_checkpoints_secs={self.save_checkpoints_secs!r}; give one"
             )
         if self.save_checkpoints_steps is not None:
-            require_count("save_checkpoints_steps", self.save_checkpoints_steps)
+            require_count(EstimatorError, save_checkpoints_steps=self.save_checkpoints_steps)
         if self.save_checkpoints_secs is not None:
-            require_seconds("save_checkpoints_secs", self.save_checkpoints_secs)
+            require_seconds(EstimatorError, save_checkpoints_secs=self.save_checkpoints_secs)
         for name in ("save_summary_steps", "keep_checkpoint_max", "log_step_count_steps"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
@@ -89,12 +95,40 @@ def usable_folder(model_dir: str | os.PathLike[str] | None, config: RunConfig) -
     if model_dir is not None and config.model_dir is not None and str(model_dir) != str(config.model_dir):
         raise EstimatorError(f"model_dir is {str(model_dir)!r} here and {config.model_dir!r} in config; give one")
     given = model_dir if model_dir is not None else config.model_dir
+    if given is None:
+        return _temporary_folder()
     if not given or not isinstance(given, str | os.PathLike):
         raise EstimatorError(f"model_dir is the folder for checkpoints, got {described(given)}")
     path = Path(given)
+    if not path.is_absolute():
+        require_folder(EstimatorError)
     if path.exists() and not path.is_dir():
         raise EstimatorError(f"model_dir is a folder, {str(path)!r} is a file; name another")
     existing = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise EstimatorError(f"model_dir {str(path)!r} cannot be written to; name a folder that can")
     return str(path)
+
+
+def _temporary_folder() -> str:
+    resolver = found().resolver
+    if resolver is not None and len(resolver.cluster_spec().tasks) > 1:
+        raise EstimatorError("model_dir is the folder for checkpoints, which all tasks of a cluster need; give it")
+    folder = tempfile.mkdtemp(prefix="stratagem-model-")
+    _temporary.append(folder)
+    warn_caller(
+        f"model_dir was not given; checkpoints and summaries are kept in the temporary folder {folder!r}, which is "
+        f"removed when the program ends. Give model_dir= to keep them",
+        StratagemWarning,
+    )
+    return folder
+
+
+_temporary: list[str] = []
+
+
+@atexit.register
+def remove_temporary_folders() -> None:
+    """Removes the folders of Estimators that were given none."""
+    while _temporary:
+        shutil.rmtree(_temporary.pop(), ignore_errors=True)

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from stratagem._checks import require_count, require_seconds
 from stratagem.errors import EstimatorError
-from stratagem.training.estimator.checks import described, require_count, require_input_fn
+from stratagem.training.estimator.checks import described, require_input_fn
 from stratagem.training.estimator.hooks import SessionRunHook, require_hooks
 
 
@@ -57,7 +58,7 @@ class EstimatorSpec:
     """
 
     mode: ModeKeys | str
-    module: torch.nn.Module
+    module: torch.nn.Module = None  # type: ignore[assignment]  # refused below, with what to write
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     optimizer: torch.optim.Optimizer | None = None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
@@ -74,7 +75,11 @@ class EstimatorSpec:
         if self.mode not in list(ModeKeys):
             raise EstimatorError(f"mode is one of {', '.join(map(repr, map(str, ModeKeys)))}, got {self.mode!r}")
         if not isinstance(self.module, torch.nn.Module):
-            raise EstimatorError(f"module is a torch module, got {described(self.module)}")
+            raise EstimatorError(
+                f"module is a torch module, got {described(self.module)}. A model function builds no graph: it "
+                f"returns the module, and functions for each step: EstimatorSpec(mode, module, loss=lambda outputs, "
+                f"labels: ..., optimizer=torch.optim.SGD(module.parameters(), lr=0.1))"
+            )
         for name in ("loss", "train_op", "predictions"):
             _require_function(name, getattr(self, name))
         for name in ("eval_metric_ops", "export_outputs"):
@@ -154,7 +159,7 @@ class Input:
 
     def __post_init__(self) -> None:
         if self.num_epochs is not None:
-            require_count("num_epochs", self.num_epochs)
+            require_count(EstimatorError, num_epochs=self.num_epochs)
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,7 @@ class TrainSpec:
     def __post_init__(self) -> None:
         require_input_fn(self.input_fn)
         if self.max_steps is not None:
-            require_count("max_steps", self.max_steps)
+            require_count(EstimatorError, max_steps=self.max_steps)
         require_hooks("hooks", self.hooks)
 
 
@@ -200,12 +205,9 @@ class EvalSpec:
     def __post_init__(self) -> None:
         require_input_fn(self.input_fn)
         if self.steps is not None:
-            require_count("steps", self.steps)
+            require_count(EstimatorError, steps=self.steps)
         require_hooks("hooks", self.hooks)
-        if isinstance(self.throttle_secs, bool) or not isinstance(self.throttle_secs, int | float):
-            raise EstimatorError(f"throttle_secs is a number of seconds, got {described(self.throttle_secs)}")
-        if self.throttle_secs < 0:
-            raise EstimatorError(f"throttle_secs is 0 or more, got {self.throttle_secs!r}")
+        require_seconds(EstimatorError, or_zero=True, throttle_secs=self.throttle_secs)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from stratagem import _tree
 from stratagem.errors import CheckpointMismatchError, EstimatorError
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.checkpoints import require_fit
-from stratagem.training.estimator.checks import accepted, described
+from stratagem.training.estimator.checks import accepted, described, labels_needed
 from stratagem.training.estimator.feed import num_examples_in
 from stratagem.training.estimator.models import Batch, Evaluation, Maker, Model
 from stratagem.training.estimator.run_config import RunConfig
@@ -45,7 +45,9 @@ class OfFunction(Maker):
         self, mode: ModeKeys, features: Any, labels: Any, params: dict[str, Any], config: RunConfig, strategy: Strategy
     ) -> Model:
         available = {"features": features, "labels": labels, "mode": mode, "params": params, "config": config}
-        spec = self._model_fn(**accepted(self._model_fn, "model_fn", available))
+        taken = accepted(self._model_fn, "model_fn", available)
+        with labels_needed("model_fn", labels if mode != ModeKeys.PREDICT else ()):
+            spec = self._model_fn(**taken)
         if not isinstance(spec, EstimatorSpec):
             raise EstimatorError(f"model_fn returns an EstimatorSpec, got {described(spec)}")
         if spec.mode != mode:
@@ -188,7 +190,8 @@ class _TorchEvaluation(Evaluation):
             outputs = self._strategy.gather(results["outputs"])
             labels = self._strategy.gather(results["labels"]) if batch[1] is not None else None
             for metric in self._metrics.values():
-                metric.update(outputs, labels)
+                with labels_needed("a metric", labels):
+                    metric.update(outputs, labels)
 
     def result(self) -> dict[str, Any]:
         means = {name: total / self._num_examples for name, total in self._sums.items()}
@@ -204,7 +207,9 @@ def _train_step(spec: EstimatorSpec) -> Callable[..., Any]:
     def step(features: Any, labels: Any) -> torch.Tensor:
         features, labels = _beside(module, (features, labels))
         optimizer.zero_grad()
-        loss = loss_of(module(features), labels)
+        outputs = module(features)
+        with labels_needed("loss", labels):
+            loss = loss_of(outputs, labels)
         if train_op is not None:
             train_op(loss)
         else:
@@ -226,8 +231,9 @@ def _evaluation_step(spec: EstimatorSpec) -> Callable[..., Any]:
         with torch.no_grad():
             features, labels = _beside(module, (features, labels))
             outputs = module(features)
-            means = {name: function(outputs, labels) for name, function in functions.items()}
-            results = {"means": {"loss": loss_of(outputs, labels), **means}}
+            with labels_needed("loss, or a metric,", labels):
+                means = {name: function(outputs, labels) for name, function in functions.items()}
+                results = {"means": {"loss": loss_of(outputs, labels), **means}}
         return {**results, "outputs": outputs, "labels": labels} if whole else results
 
     return step

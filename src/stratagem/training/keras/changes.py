@@ -1,6 +1,6 @@
 """Notices what a program changes in a compiled Keras model between two steps, besides values of variables.
 
-Numbers and texts in layers, and the layers in them, are found as in all modules (`objects.state_diff`). Here are their
+Numbers and texts in layers, and the layers in them, are found as in all modules (`objects.captured`). Here are their
 other attributes, the optimizer, the losses, the metrics, learning-rate schedules and what Keras is set to: when one of
 them is not what it was, the replicas get them anew.
 """
@@ -14,8 +14,8 @@ import torch
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.saving.keras_saveable import KerasSaveable
 
-from stratagem.objects.state_diff import PLAIN
-from stratagem.training.keras.keras_objects import FUNCTIONS, NODES
+from stratagem.objects.kinds import PLAIN
+from stratagem.training.keras.keras_objects import FUNCTIONS, KNOWN, NODES
 
 _PARTS = ("optimizer", "_compile_loss", "_compile_metrics", "_loss_tracker")
 # Of a layer: what torch keeps is found elsewhere, and `history` is for the program.
@@ -33,9 +33,22 @@ def optimizers_in(parts: Mapping[str, Any]) -> list[Any]:
     return [part for part in parts.values() if isinstance(part, BaseOptimizer)]
 
 
+def inside(optimizer: Any) -> list[Any]:
+    """The optimizers that one hands gradients on to."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return [optimizer.inner_optimizer]
+    return list(optimizer.optimizers) if isinstance(optimizer, keras.optimizers.MultiOptimizer) else []
+
+
+def innermost(optimizer: Any) -> list[Any]:
+    """The optimizers that update variables themselves: this one, or those inside it."""
+    inner = inside(optimizer)
+    return [each for one in inner for each in innermost(one)] if inner else [optimizer]
+
+
 def kept_by(optimizer: Any) -> list[Any]:
     """The variables of an optimizer; also those that Keras leaves out of its list, as one of Nadam's."""
-    objects = (optimizer, getattr(optimizer, "inner_optimizer", optimizer))
+    objects = (optimizer, *inside(optimizer), *innermost(optimizer))
     own = [each for obj in objects for each in obj.__dict__.values() if isinstance(each, keras.Variable)]
     return list({id(each): each for each in (*optimizer.variables, *own)}.values())
 
@@ -84,7 +97,7 @@ class Members(NamedTuple):
 
 @final
 class Seen:
-    """A compiled model as the replicas have it.
+    """A compiled model as the replicas have it; its layers and variables may be in other models too.
 
     Args:
         model: The model.
@@ -96,9 +109,15 @@ class Seen:
         self._parts = dict(parts)
         self._variables = [(each, _options(each)) for each in variables]
         self._settings = Settings.now()
-        self._layers = [_Layer(each) for each in model._flatten_layers()]
+        self._layers = [_Layer.of(each) for each in model._flatten_layers()]
+        self._num_changes = [0] * len(self._layers)  # of each layer, that the replicas know of through this model
         self._objects = _inner(list(parts.values()))
         self._attributes: list[dict[str, Any]] = []
+
+    def send(self) -> None:
+        """Takes the model as it is now as what the replicas have."""
+        for each, options in self._variables:
+            each.__dict__[KNOWN] = options
         self.note()
 
     def note(self) -> None:
@@ -106,6 +125,7 @@ class Seen:
         self._attributes = [dict(each.__dict__) for each in self._objects]
         for layer in self._layers:
             layer.note()
+        self._num_changes = [layer.num_changes for layer in self._layers]
 
     def is_current(self, parts: Mapping[str, Any], variables: Sequence[Any]) -> bool:
         """Whether the model still is the same, with these parts and variables; but for its layers."""
@@ -114,7 +134,7 @@ class Seen:
             and _are_same(parts, self._parts)
             and len(variables) == len(self._variables)
             and all(
-                now is known and _options(now) == options
+                now is known and _options(now) == options == now.__dict__.get(KNOWN)
                 for now, (known, options) in zip(variables, self._variables, strict=True)
             )
             and all(
@@ -123,23 +143,33 @@ class Seen:
         )
 
     def changed_layers(self) -> list[Members]:
-        """Those of the layers that are not as they were."""
-        return [layer.members() for layer in self._layers if not layer.is_same()]
+        """Those of the layers that are not as they were, also if another model has told replicas of it."""
+        pairs = zip(self._layers, self._num_changes, strict=True)
+        return [layer.members() for layer, number in pairs if layer.has_changed() or layer.num_changes != number]
 
 
 @final
 class _Layer:
-    """A layer as the replicas have it.
+    """A layer as the replicas have it, whichever models it is in.
 
     Args:
-        layer: The layer.
+        layer: The layer, which keeps this.
     """
 
     def __init__(self, layer: Any) -> None:
+        self.num_changes = 0
         self._layer = layer
         self._known: dict[str, Any] = {}
         self._ids: list[int] = []
         self._containers: list[tuple[Any, list[Any]]] = []
+
+    @classmethod
+    def of(cls, layer: Any) -> "_Layer":
+        """What is known of a layer."""
+        if KNOWN not in layer.__dict__:
+            layer.__dict__[KNOWN] = cls(layer)
+        known: _Layer = layer.__dict__[KNOWN]
+        return known
 
     def note(self) -> None:
         # For each layer in each step: most have changed nothing.
@@ -150,7 +180,13 @@ class _Layer:
         for container, contents in self._containers:
             contents[:] = _contents(container)
 
-    def is_same(self) -> bool:
+    def has_changed(self) -> bool:
+        """Whether it is not as it was; counts the changes, of which replicas are to be told."""
+        has_changed = bool(self._ids) and not self._is_same()
+        self.num_changes += has_changed
+        return has_changed
+
+    def _is_same(self) -> bool:
         if any(not _are_identical(_contents(each), contents) for each, contents in self._containers):
             return False
         return self._ids == list(map(id, self._layer.__dict__.values())) or _are_same(

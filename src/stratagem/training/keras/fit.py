@@ -4,6 +4,7 @@ Keras' own loop runs in the main program, with its data, callbacks and progress 
 that it calls for each batch is another one: it cuts the global batch and runs the step in every replica.
 """
 
+import contextlib
 import functools
 import gc
 import weakref
@@ -11,17 +12,30 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import keras
+import numpy as np
 import torch
 from keras.src import backend
 from keras.src.backend.torch.trainer import TorchTrainer
 from keras.src.trainers.trainer import Trainer
 
+from stratagem import _tree
+from stratagem._turns import Turn
 from stratagem.engine import context
 from stratagem.errors import StrategyError
-from stratagem.objects import state_diff
+from stratagem.inputs import require_whole
+from stratagem.objects import kinds
+from stratagem.objects.per_replica import PerReplica
 from stratagem.processes import packing
 from stratagem.strategies.strategy import Strategy
-from stratagem.training.keras import changes, keras_objects, pending_steps, steps
+from stratagem.training.keras import (
+    changes,
+    differences,
+    keras_objects,
+    metric_state,
+    pending_steps,
+    split_updates,
+    steps,
+)
 
 _KINDS = ("train", "test", "predict")
 _WITHOUT_TRAINING = ("test", "predict")  # what a model can do on its own when its strategy is closed
@@ -37,8 +51,9 @@ def install() -> None:
     if keras.backend.backend() != "torch":
         _wrap(Trainer, "__init__", _refuse_backend)
         return
-    packing.reducers.append(keras_objects.reduce)
-    state_diff.kept_elsewhere.append(keras.Layer)  # `changes` knows what layers hold
+    packing.reducers += [split_updates.reduce, keras_objects.reduce]
+    split_updates.install()
+    kinds.kept_elsewhere.append(keras.Layer)  # `changes` knows what layers hold
     _wrap(TorchTrainer, "__init__", _note_owner)
     _wrap(Trainer, "_symbolic_build", _build_in_scope)
     for kind in _KINDS:
@@ -66,7 +81,7 @@ class _Steps:
         self._batch: Any = None
         self._slices = iter(strategy.distribute(self._batches()))
         self._compiled: steps.Compiled | None = None
-        self._seen: Any = None
+        self._seen: Any = None  # `changes.Seen`, with the first step
         self._changed: dict[int, Any] = {}
         self._under_way = pending_steps.UnderWay(strategy)
 
@@ -87,15 +102,17 @@ class _Steps:
         return self._strategy.gather(told)
 
     def _logs(self, kind: str, batch: Any) -> Any:
-        """What a step tells: metrics as they are for all replicas, other values as their mean."""
+        """What a step tells: metrics as they are for all replicas, other numbers as their mean."""
         model, logs = self._model(), self._run(kind, batch)
         if not self._shares_steps:
             return self._under_way.logs_after(logs)
-        found = model.get_metrics_result() if any(value[0] is None for value in logs.values()) else {}
-        return {
-            name: found[name] if value[0] is None else self._strategy.reduce("mean", value)
-            for name, value in logs.items()
-        }
+        if isinstance(logs, PerReplica):  # left open by a step of Keras' own
+            return model.get_metrics_result()
+        return _tree.map_only(PerReplica, self._joined, logs)
+
+    def _joined(self, log: PerReplica) -> Any:
+        is_number = isinstance(log[0], torch.Tensor | np.ndarray | np.number | int | float)
+        return self._strategy.reduce("mean", log) if is_number else log[0]
 
     def _run(self, kind: str, batch: Any) -> Any:
         """Runs a step on all replicas, and keeps what it changed."""
@@ -130,8 +147,9 @@ class _Steps:
         model = self._model()
         parts = changes.parts_of(model)
         variables = changes.variables_of(model, parts)
-        changed = self._seen.changed_layers() if self._seen is not None else []
-        if self._compiled is None or changed or not self._seen.is_current(parts, variables):
+        seen = self._seen or changes.Seen(model, parts, variables)
+        changed = seen.changed_layers()
+        if self._compiled is None or changed or not seen.is_current(parts, variables):
             if self._strategy.input_pipeline[0] > 1:
                 gc.collect()  # programs that train together must drop their old models, which are circles, together
             if self._strategy.is_in_step:
@@ -139,6 +157,7 @@ class _Steps:
             self._changed.update((id(layer), layer) for layer in changed)
             self._compiled = steps.Compiled(model, parts, variables, list(self._changed.values()))
             self._seen = changes.Seen(model, parts, variables)
+            self._seen.send()
             self._strategy.take([*map(keras_objects.tensor_of, variables), model, self._compiled])
         return self._compiled
 
@@ -177,7 +196,7 @@ def _build_in_scope(original: Callable[..., Any], model: Any, *args: Any, **kwar
     strategy = _owners.get(model)
     if strategy is None or context.state.replicas or not _is_open(strategy):
         return original(model, *args, **kwargs)
-    with strategy.scope():
+    with strategy.scope(), metric_state.for_loop():
         return original(model, *args, **kwargs)
 
 
@@ -186,11 +205,7 @@ def _make_function(kind: str, original: Callable[..., Any], model: Any, force: b
     if strategy is None or context.state.replicas or (kind in _WITHOUT_TRAINING and not _is_open(strategy)):
         return original(model, force=force)
     if getattr(model, name) is None or force:
-        if model.jit_compile:
-            raise StrategyError(
-                "a model was compiled with jit_compile=True, but under a strategy replicas run its steps one by one; "
-                "compile it with jit_compile=False"
-            )
+        differences.refuse(model, strategy)
         steps = _steps_of(model, strategy)
         original(model, force=True)  # refuses what Keras on torch cannot do
         setattr(model, name, getattr(steps, kind))
@@ -243,10 +258,15 @@ def _do_nothing(*_: Any, **__: Any) -> None:
     """In the place of what another program does."""
 
 
-def _compile(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _compile(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
     """Who compiles in a scope means to train there."""
     _require_made_in_scope(model, "fit")
-    return original(model, *args, **kwargs)
+    differences.refuse_metrics(args, kwargs)
+    with metric_state.for_loop():
+        original(model, *args, **kwargs)
+    if (strategy := _owners.get(model)) is not None and not context.state.replicas:
+        differences.refuse(model, strategy)
+        differences.tell(model, strategy)
 
 
 def _require_owner(what: str, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -258,11 +278,21 @@ def _require_owner(what: str, original: Callable[..., Any], model: Any, *args: A
             f"it; give it the data as on one device"
         )
     owner = _owners.get(model)
+    if owner is not None:
+        context.require_controller(f"{what}()")
+        require_whole(data)
     if owner is not None and not _is_open(owner):
         for kind in _WITHOUT_TRAINING:
             setattr(model, f"{kind}_function", None)  # Keras' own will be made
-    with pending_steps.in_loop(may_go_on=what in _LAGGING):
+    turn = (
+        _turns.setdefault(model, Turn()).taken(f"{what}()", refusal=_ONE_THREAD) if owner else contextlib.nullcontext()
+    )
+    with turn, pending_steps.in_loop(may_go_on=what in _LAGGING):
         return original(model, *args, **kwargs)
+
+
+_ONE_THREAD = "Keras keeps the state of a loop in its model, so give each thread a model of its own, or let one wait"
+_turns: "weakref.WeakKeyDictionary[Any, Turn]" = weakref.WeakKeyDictionary()
 
 
 def _require_made_in_scope(model: Any, what: str) -> None:
@@ -276,7 +306,7 @@ def _require_made_in_scope(model: Any, what: str) -> None:
 
 def _is_open(strategy: Strategy) -> bool:
     try:
-        strategy._require_usable()
+        strategy.require_usable()
     except StrategyError:
         return False
     return True

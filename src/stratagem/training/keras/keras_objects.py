@@ -19,36 +19,32 @@ if "keras" not in sys.modules:  # in a child
     _env.use_torch_for_keras()
 
 from keras.src.backend import Variable
-from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils import tracking
 from keras.src.utils.backend_utils import DynamicBackend
 
 _CONTAINERS = {tracking.TrackedList: list, tracking.TrackedDict: dict, tracking.TrackedSet: set}
-_OF_THIS_SIDE = frozenset({"_backend_update_step", "apply"})  # of an optimizer
 STEPS = "_distributed_steps"
+KNOWN = "_known_to_replicas"  # of a layer or a variable, by this side
 # Of a layer: the way to its neighbours, which are too many to follow one inside the other. The model has them all.
 NODES = frozenset({"_inbound_nodes", "_outbound_nodes"})
-# Of a model: they run the steps of this side.
-FUNCTIONS = frozenset({"train_function", "test_function", "predict_function", "_eval_epoch_iterator", STEPS})
+# Of a model or a layer: what runs the steps of this side, and knows of the others.
+FUNCTIONS = frozenset({"train_function", "test_function", "predict_function", "_eval_epoch_iterator", STEPS, KNOWN})
 
 
 def reduce(obj: Any) -> Any:
     """The way of an object, for `packing.reducers`; `NotImplemented` for all that is not Keras'."""
     base = _CONTAINERS.get(type(obj))
     if base is not None:
-        return _blank, (type(obj), base), (dict(obj.__dict__), base(obj)), None, None, _fill_container
+        return blank, (type(obj), base), (dict(obj.__dict__), base(obj)), None, None, _fill_container
     if isinstance(obj, Variable):
-        state = {key: value for key, value in obj.__dict__.items() if key != "_value"}
+        state = {key: value for key, value in obj.__dict__.items() if key not in ("_value", KNOWN)}
         return _variable_of, (type(obj), obj._value), state, None, None, _fill
     if isinstance(obj, tracking.Tracker):
-        return _blank, (type(obj),), dict(obj.__dict__), None, None, _fill_tracker
-    if isinstance(obj, BaseOptimizer):
-        state = {key: value for key, value in obj.__dict__.items() if key not in _OF_THIS_SIDE}
-        return _blank, (type(obj),), state, None, None, _fill_optimizer
+        return blank, (type(obj),), dict(obj.__dict__), None, None, _fill_tracker
     if isinstance(obj, KerasSaveable):
         state = {key: None if key in FUNCTIONS else value for key, value in obj.__dict__.items() if key not in NODES}
-        return _blank, (type(obj),), {**state, **{key: [] for key in NODES}}, None, None, _fill
+        return blank, (type(obj),), {**state, **{key: [] for key in NODES}}, None, None, _fill
     if isinstance(obj, DynamicBackend):  # of layers that prepare data; without its constructor it asks itself for ever
         return DynamicBackend, (obj.name,)
     return NotImplemented
@@ -60,7 +56,7 @@ def tensor_of(variable: Any) -> torch.Tensor:
     return tensor
 
 
-def _blank(kind: type, base: type = object) -> Any:
+def blank(kind: type, base: type = object) -> Any:
     """An object without its constructor having run."""
     return base.__new__(kind)  # type: ignore[call-overload]
 
@@ -70,7 +66,7 @@ def _variable_of(kind: type, tensor: torch.Tensor | None) -> Any:
     known = _variables.get(tensor) if tensor is not None else None
     if known is not None and (variable := known()) is not None:
         return variable
-    variable = _blank(kind)
+    variable = blank(kind)
     variable._value = tensor
     if tensor is not None:
         _variables[tensor] = weakref.ref(variable)
@@ -98,10 +94,3 @@ def _fill_container(obj: Any, state: tuple[dict[str, Any], Any]) -> None:
 def _fill_tracker(obj: Any, state: dict[str, Any]) -> None:
     obj.__dict__.update(state)
     obj.stored_ids = {name: {id(each) for each in obj.config[name][1]} for name in state["stored_ids"]}
-
-
-def _fill_optimizer(obj: Any, state: dict[str, Any]) -> None:
-    obj.__dict__.update(state)
-    if "_trainable_variables_indices" in state:
-        variables = enumerate(obj._trainable_variables)
-        obj._trainable_variables_indices = {obj._var_key(variable): number for number, variable in variables}

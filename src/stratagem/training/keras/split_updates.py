@@ -2,49 +2,131 @@
 
 As for torch's optimizers (`variables.slices`): optimizers that treat every element alike are split. For
 the time of the update each variable and what the optimizer keeps for it are the replica's part alone.
+
+Optimizers that a step of the program's own applies are treated alike: the gradients that they are given become those
+of the global batch, and what the first step makes for them is distributed before the next.
 """
 
 import contextlib
 import dataclasses
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import keras
 import torch
 from keras.src.backend.torch.trainer import TorchTrainer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from stratagem.engine import context
-from stratagem.training.keras.keras_objects import tensor_of
+from stratagem.engine.strategy_in_replica import StrategyInReplica
+from stratagem.errors import StrategyError
+from stratagem.strategies.strategy_in_worker import StrategyInWorker
+from stratagem.training.keras import changes
+from stratagem.training.keras.keras_objects import blank, tensor_of
 from stratagem.variables.optimizer_slices import is_elementwise
 from stratagem.variables.store import Placement, laid_out, piece, shaped
 
+# Of an optimizer: what is of this side, and what is by variable.
+_OF_THIS_SIDE = frozenset({"_backend_update_step", "apply"})
+_BY_VARIABLE = ("_trainable_variables_indices", "_var_to_optimizer_idx")
+# Of optimizers that steps of the program's own apply.
+_updates: "weakref.WeakKeyDictionary[Any, _Update]" = weakref.WeakKeyDictionary()
 
-def take_over(optimizer: Any, *, checks_gradients: bool = False) -> None:
-    """Puts the replica's own update in the place of the optimizer's, once.
+
+def reduce(obj: Any) -> Any:
+    """The way of an optimizer to the replicas, for `packing.reducers`; `NotImplemented` for all else."""
+    if not isinstance(obj, BaseOptimizer):
+        return NotImplemented
+    state = {key: value for key, value in obj.__dict__.items() if key not in _OF_THIS_SIDE}
+    return blank, (type(obj),), state, None, None, _fill
+
+
+def _fill(obj: Any, state: dict[str, Any]) -> None:
+    install()
+    obj.__dict__.update(state)
+    for name in _BY_VARIABLE:
+        if name in state:
+            pairs = zip(obj._trainable_variables, state[name].values(), strict=True)
+            obj.__dict__[name] = {obj._var_key(variable): number for variable, number in pairs}
+
+
+@functools.cache
+def install() -> None:
+    """Sees to optimizers that steps of the program's own apply, once for the process."""
+    original = BaseOptimizer.apply
+
+    @functools.wraps(original)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        if context.current_replica() is None or "_backend_update_step" in self.__dict__:
+            original(self, grads, trainable_variables)
+        else:
+            _apply_in_step(original, self, grads, trainable_variables)
+
+    BaseOptimizer.apply = apply
+
+
+def _apply_in_step(original: Callable[..., None], optimizer: Any, grads: Any, trainable_variables: Any) -> None:
+    """What `optimizer.apply` does in a step of the program's own."""
+    run = context.current_runs[-1] if context.current_runs else None
+    variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
+    if run is None:
+        _require_built(optimizer)
+        _apply(functools.partial(original, optimizer), grads, variables)
+        return
+    tensors = list(map(tensor_of, variables))
+    for tensor, gradient in zip(tensors, grads, strict=True):
+        if gradient is not None and gradient is not tensor.grad:
+            tensor.grad = gradient.detach()
+    run.sum_set_gradients(tensors)
+    update = _updates.setdefault(optimizer, _Update(optimizer, checks_gradients=False))
+    optimizer._backend_update_step = update
+    try:
+        _apply(functools.partial(original, optimizer), [each.grad for each in tensors], variables)
+    finally:
+        del optimizer._backend_update_step
+    if not isinstance(run.strategy, StrategyInReplica):
+        run.strategy.take(list(map(tensor_of, changes.kept_by(optimizer))))
+
+
+def _require_built(optimizer: Any) -> None:
+    replica = context.current_replica()
+    if replica is not None and isinstance(replica.strategy, StrategyInWorker) and not optimizer.built:
+        kind = type(optimizer).__name__
+        raise StrategyError(
+            f"workers that push by themselves share what {kind} keeps, and the step was about to make it for each; "
+            f"build it in the scope: optimizer.build(model.trainable_variables)"
+        )
+
+
+def take_over(optimizer: Any) -> None:
+    """Puts the replica's own update in the place of the optimizer's, once; not where parameter servers make it.
 
     Args:
         optimizer: A Keras optimizer.
-        checks_gradients: Whether somebody else sees to gradients that are not finite.
     """
-    if optimizer is None or "_backend_update_step" in optimizer.__dict__:
+    if optimizer is None or "apply" in optimizer.__dict__ or "_backend_update_step" in optimizer.__dict__:
         return
-    if not checks_gradients and "apply" not in optimizer.__dict__:
-        optimizer.__dict__["apply"] = functools.partial(_apply, optimizer.apply)
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        take_over(optimizer.inner_optimizer, checks_gradients=True)
-        return
-    optimizer.__dict__["_backend_update_step"] = _Update(optimizer, checks_gradients)
+    optimizer.__dict__["apply"] = functools.partial(_apply, optimizer.apply)
+    # One that scales losses sees to gradients that are not finite itself.
+    checks_gradients = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    for each in changes.innermost(optimizer):
+        each.__dict__["_backend_update_step"] = _Update(each, checks_gradients)
 
 
-def _apply(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def _apply(original: Callable[..., None], grads: Sequence[Any], trainable_variables: Any = None) -> None:
     """What `optimizer.apply` does in a replica: where others update the same variables, it waits for its turn."""
-    replica = context.get_replica_context()
+    replica = context.current_replica()
     if replica is None:
-        original(*args, **kwargs)
-    else:
-        replica.update(functools.partial(original, *args, **kwargs))
+        original(grads, trainable_variables)
+        return
+    if not replica.has_examples and trainable_variables is not None:
+        # One that trains alone has no gradients then, which Keras refuses. Nothing will be updated.
+        pairs = zip(grads, trainable_variables, strict=True)
+        grads = [torch.zeros_like(tensor_of(each)) if grad is None else grad for grad, each in pairs]
+    replica.update(functools.partial(original, grads, trainable_variables))
 
 
 @final
@@ -57,8 +139,7 @@ class _Update:
     """
 
     def __init__(self, optimizer: Any, checks_gradients: bool) -> None:
-        self._optimizer = optimizer
-        self._whole = optimizer._backend_update_step
+        self._optimizer: Any = weakref.ref(optimizer)
         self._checks_gradients = checks_gradients
         self._parts: _Parts | None = None
 
@@ -81,19 +162,22 @@ class _Update:
         if self._parts is None or not self._parts.are_of(variables, copies):
             self._parts = None
             with contextlib.suppress(KeyError):  # what a step has just made is not distributed yet
-                if is_elementwise(self._optimizer) and copies.own_part(tensor_of(variables[0])) is not None:
-                    self._parts = _Parts(self._optimizer, variables, copies)
+                if is_elementwise(self._optimizer()) and copies.own_part(tensor_of(variables[0])) is not None:
+                    self._parts = _Parts(self._optimizer(), variables, copies)
         return self._parts
+
+    def _whole(self, gradients: Sequence[torch.Tensor], variables: Sequence[Any], learning_rate: Any) -> None:
+        optimizer = self._optimizer()
+        type(optimizer)._backend_update_step(optimizer, gradients, variables, learning_rate)
 
 
 def writes_to_weights(model: Any) -> bool:
     """Whether a training step writes to weights, or to what is kept for them, besides the split update."""
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    return (
-        type(model).train_step is not TorchTrainer.train_step
-        or not is_elementwise(optimizer)
+    return type(model).train_step is not TorchTrainer.train_step or any(
+        not is_elementwise(optimizer)
         or bool(optimizer.use_ema or optimizer.gradient_accumulation_steps)
         or any(variable.constraint is not None for variable in optimizer._trainable_variables)
+        for optimizer in changes.innermost(model.optimizer)
     )
 
 

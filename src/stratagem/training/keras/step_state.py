@@ -1,22 +1,25 @@
 """What a step of a Keras model changes besides weights: metrics, statistics of layers, counters, seeds.
 
 Each replica has values of its own for the time of a step. Afterwards metrics, which are sums over
-examples, are added up; statistics become the mean of what the replicas made of them, weighted by their
-examples; counters are the same in all. The main program, which is a replica too, keeps what comes out.
+examples, are added up; variables of layers are joined as their `aggregation` says (`variables.aggregation`),
+statistics by their mean; counters are the same in all. The main program, which is a replica too, keeps what comes out.
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
 
 from stratagem import _torch
-from stratagem.engine.context import ReplicaContext
-from stratagem.training.keras.changes import kept_by
+from stratagem._caller import warn_caller
+from stratagem.engine.context import ReplicaContext, current_runs
+from stratagem.errors import StratagemWarning
+from stratagem.training.keras.changes import innermost, kept_by
 from stratagem.training.keras.keras_objects import tensor_of
-from stratagem.training.keras.own_metrics import own_metrics
+from stratagem.training.keras.metric_state import AGGREGATIONS
+from stratagem.training.keras.step_metrics import own_metrics
+from stratagem.variables.aggregation import Aggregation, default_of, joined
 
 _SEED_STRIDE = 1_000_003
 
@@ -35,39 +38,43 @@ class StepState:
         by_all = _unique(each for metric in self.own_metrics for each in metric.variables)
         metrics = _unique(model.metrics_variables, but=by_all)
         layers = list(model._flatten_layers())
-        others = _unique([each for layer in layers for each in layer._non_trainable_variables], but=[*metrics, *by_all])
         self._sums = [each for each in metrics if each.aggregation == "sum"]
-        means = [each for each in metrics if each.aggregation == "mean"] + [each for each in others if _is_float(each)]
-        self._means = means
         self._seeds = _unique(generator.state for layer in layers for generator in layer._seed_generators)
+        kept = [each for layer in layers for each in layer._non_trainable_variables]
+        others = _unique([*metrics, *kept], but=[*by_all, *self._sums, *self._seeds])
+        self._joined = [(each, _aggregation_of(each)) for each in others]
+        self._overwritten = _overwritten(model, optimizers)
+        self._joined += [(each, Aggregation.MAX) for each in self._overwritten]
         scalars = [each for optimizer in optimizers for each in kept_by(optimizer) if not each.shape]
-        self._same = _unique([*metrics, *by_all, *others, *scalars], but=[*self._sums, *means, *self._seeds])
+        joined_ones = [each for each, _ in self._joined]
+        self._same = _unique([*by_all, *others, *scalars], but=[*self._sums, *joined_ones, *self._seeds])
         self._own = {id(each): torch.empty_like(tensor_of(each)).detach() for each in self._all()}
         self._is_settled = False
-        self._model = model
-
-    @functools.cached_property
-    def metric_names(self) -> dict[str, None]:
-        """What the logs of metrics are called, in order."""
-        return dict.fromkeys(self._model.get_metrics_result())
+        self._differs: dict[int, bool] = {}  # integers that nobody has said anything about, by `id`
+        self._said: set[int] = set()
+        self._everyones: dict[int, torch.Tensor] = {}
+        self._is_of_all = False
 
     @contextlib.contextmanager
-    def own_values(self, replica: ReplicaContext, num_examples: int) -> Iterator[None]:
+    def own_values(self, replica: ReplicaContext) -> Iterator[None]:
         """Inside the block, variables have values of this replica's own; after it, those that all agree on.
 
         Args:
             replica: Which replica this is.
-            num_examples: How many of the global batch it has.
         """
         variables, has_gradients = self._all(), torch.is_grad_enabled()
         everyones, own = [tensor_of(each) for each in variables], [self._own[id(each)] for each in variables]
+        self._everyones = {id(each): tensor for each, tensor in zip(variables, everyones, strict=True)}
         shift = replica.replica_id_in_sync_group * _SEED_STRIDE
         with torch.no_grad():
             _copy(everyones[len(self._sums) :], own[len(self._sums) :])
             self._start(own[: len(self._sums)], shift)
-            versions = [_torch.version_of(self._own[id(each)]) for each in self._means]
+            versions = [_torch.version_of(self._own[id(each)]) for each, _ in self._joined]
             for variable, mine in zip(variables, own, strict=True):
                 variable._value = mine
+            for each in self._overwritten:
+                mine = self._own[id(each)]
+                mine.requires_grad, mine.grad = self._everyones[id(each)].requires_grad, None
             try:
                 with torch.set_grad_enabled(has_gradients):
                     yield
@@ -76,14 +83,45 @@ class StepState:
                     variable._value = shared
             for each in self._seeds:
                 self._own[id(each)].view(-1)[:1] -= shift
-            if self._means:
-                self._average(replica, num_examples, versions)
+            if self._joined:
+                self._join(versions)
+
+    @contextlib.contextmanager
+    def of_all(self, replica: ReplicaContext, variables: Sequence[Any]) -> Iterator[None]:
+        """Inside the block, in a step, sums have the values of all replicas; every one must come here.
+
+        Args:
+            replica: Which replica this is.
+            variables: Of metrics.
+        """
+        asked = {id(each) for each in variables}
+        sums = [each for each in self._sums if id(each) in asked] if not self._is_of_all else []
+        if not sums:
+            yield
+            return
+        with torch.no_grad():
+            own = torch.cat([self._own[id(each)].flatten().double() for each in sums])
+            parts = torch.split(replica.all_reduce("sum", own), [tensor_of(each).numel() for each in sums])
+            for each, part in zip(sums, parts, strict=True):
+                before = self._everyones[id(each)]
+                each._value = (before + part.view(before.shape)).to(before.dtype)
+        self._is_of_all = True
+        try:
+            yield
+        finally:
+            self._is_of_all = False
+            for each in sums:
+                each._value = self._own[id(each)]
 
     def sums(self, num_examples: int) -> torch.Tensor | None:
-        """What this replica adds to the metrics, in one vector; nothing if it had only a stand-in for examples."""
-        if not self._sums:
+        """What this replica adds to the metrics, in one vector; nothing if it had only a stand-in for examples.
+
+        After that, which of the integers it has otherwise than the first replica.
+        """
+        if not self._sums and not self._differs:
             return None
-        total = torch.cat([self._own[id(each)].flatten().double() for each in self._sums])
+        differs = torch.tensor(list(self._differs.values()), dtype=torch.float64)
+        total = torch.cat([*(self._own[id(each)].flatten().double() for each in self._sums), differs])
         return total if num_examples else torch.zeros_like(total)
 
     @torch.no_grad()
@@ -95,14 +133,15 @@ class StepState:
         """
         if sums is not None:
             totals = [tensor_of(each) for each in self._sums]
-            parts = torch.split(sums, [each.numel() for each in totals])
+            *parts, differ = torch.split(sums, [*(each.numel() for each in totals), len(self._differs)])
             for total, part in zip(totals, parts, strict=True):
                 total.add_(part.view(total.shape).to(total))
-        others = [*self._means, *self._seeds, *self._same]
+            self._say({key for key, number in zip(self._differs, differ.tolist(), strict=True) if number})
+        others = [*(each for each, _ in self._joined), *self._seeds, *self._same]
         _copy([self._own[id(each)] for each in others], [tensor_of(each) for each in others])
 
     def _all(self) -> list[Any]:
-        return [*self._sums, *self._means, *self._seeds, *self._same]
+        return [*self._sums, *(each for each, _ in self._joined), *self._seeds, *self._same]
 
     def _start(self, sums: list[torch.Tensor], shift: int) -> None:
         """Metrics begin at nothing; random numbers differ from those of other replicas."""
@@ -111,22 +150,74 @@ class StepState:
         for each in self._seeds:
             self._own[id(each)].view(-1)[:1] += shift
 
-    def _average(self, replica: ReplicaContext, num_examples: int, versions: Sequence[int]) -> None:
-        """Makes this replica's statistics the mean over all; those that never change are left alone after a step."""
-        pairs = [(tensor_of(each), self._own[id(each)]) for each in self._means]
-        # What is not finite and stays so has not changed. Whoever has no examples counts for nothing.
-        changes = [(own.double() - old).masked_fill_(own == old, 0.0).flatten() * num_examples for old, own in pairs]
-        written = [float(_torch.version_of(own) != version) for (_, own), version in zip(pairs, versions, strict=True)]
-        news = torch.tensor([float(num_examples), *written], dtype=torch.float64, device=changes[0].device)
-        flat = torch.cat([*(changes if num_examples else map(torch.zeros_like, changes)), news])
-        total = replica.all_reduce("sum", flat)
-        *totals, num_all, counts = torch.split(total, [*(own.numel() for _, own in pairs), 1, len(pairs)])
-        for (old, own), change in zip(pairs, totals, strict=True):
-            own.copy_(old + (change / num_all).view(old.shape))
+    def _join(self, versions: Sequence[int]) -> None:
+        """Makes this replica's values those of all; what nobody changes in the first step is left alone afterwards."""
+        run = current_runs[-1]
         if not self._is_settled:
-            self._is_settled = True
-            self._means = [each for each, count in zip(self._means, counts.tolist(), strict=True) if count]
-            self._own = {id(each): self._own[id(each)] for each in self._all()}
+            self._settle(run.collective, versions)
+        groups: dict[Any, list[Any]] = {}
+        for each, how in self._joined:
+            groups.setdefault((how, each.dtype), []).append(each)
+        for (how, _), variables in groups.items():
+            before = torch.cat([tensor_of(each).flatten() for each in variables])
+            own = torch.cat([self._own[id(each)].flatten() for each in variables])
+            total = joined(run.collective, how, before, own, run.share, run.first_with_examples)
+            sizes = [tensor_of(each).numel() for each in variables]
+            parts = zip(variables, torch.split(own, sizes), torch.split(total, sizes), strict=True)
+            for each, mine, everyones in parts:
+                if id(each) in self._differs:
+                    self._differs[id(each)] = bool((mine != everyones).any())
+                self._own[id(each)].copy_(everyones.view(tensor_of(each).shape))
+
+    def _settle(self, collective: Any, versions: Sequence[int]) -> None:
+        """Finds out, with the other replicas, which variables steps change."""
+        self._is_settled = True
+        pairs = zip(self._joined, versions, strict=True)
+        written = torch.tensor([_torch.version_of(self._own[id(each)]) != version for (each, _), version in pairs])
+        is_any = collective.all_reduce(written.double(), "max").tolist()
+        left = [each for (each, _), changes in zip(self._joined, is_any, strict=True) if not changes]
+        self._joined = [pair for pair, changes in zip(self._joined, is_any, strict=True) if changes]
+        self._same += [each for each in left if not _is_float(each)]
+        self._overwritten = [each for each in self._overwritten if all(each is not other for other in left)]
+        self._own = {id(each): self._own[id(each)] for each in self._all()}
+        self._differs = {id(each): False for each, how in self._joined if _is_unsaid(each, how)}
+
+    def _say(self, differing: set[int]) -> None:
+        """Tells once of integers that replicas have changed differently."""
+        for each, _ in self._joined:
+            if id(each) in differing - self._said:
+                self._said.add(id(each))
+                warn_caller(
+                    f"replicas gave {each.path!r}, an integer variable of a layer, different values in a step, and "
+                    f"that of the first is kept; if it adds something up make it with add_weight(..., "
+                    f"aggregation='sum'), else with aggregation='only_first_replica'",
+                    StratagemWarning,
+                )
+
+
+def _aggregation_of(variable: Any) -> Aggregation:
+    """How a variable that is no weight is joined."""
+    return AGGREGATIONS.get(variable.aggregation, default_of(tensor_of(variable).dtype))
+
+
+def _is_unsaid(variable: Any, how: Aggregation) -> bool:
+    return how is Aggregation.FIRST and variable.aggregation not in AGGREGATIONS
+
+
+def _overwritten(model: Any, optimizers: Sequence[Any]) -> list[Any]:
+    """Variables whose gradients take their place, as scales and histories of float8, and what adds such up.
+
+    No replica's gradient is a part of a sum: scales are the same in all, of histories the largest counts.
+    """
+    inner = [each for optimizer in optimizers for each in innermost(optimizer)]
+    pairs = [
+        pair
+        for each in inner
+        for pair in zip(each._trainable_variables, getattr(each, "_accumulated_gradients", ()), strict=False)
+    ]
+    variables = [each for each in model.trainable_variables if each.overwrite_with_gradient] if optimizers else []
+    sums = [total for each, total in pairs if total is not None and each.overwrite_with_gradient]
+    return _unique([*variables, *sums])
 
 
 def _unique(variables: Any, but: Sequence[Any] = ()) -> list[Any]:

@@ -4,20 +4,24 @@ Gradients are exchanged by `loss.backward()` as in every step; what else a step 
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
+from keras.src.backend import Variable
 from keras.src.backend.torch.trainer import TorchTrainer
 
 from stratagem import _tree
-from stratagem.engine.context import current_runs, get_replica_context
-from stratagem.training.keras import loss_reductions, own_metrics, split_updates, synchronized_norm
+from stratagem.engine.context import current_replica, current_runs
+from stratagem.training.keras import loss_reductions, metric_state, split_updates, step_metrics, synchronized_norm
 from stratagem.training.keras.changes import Members, Settings, optimizers_in
+from stratagem.training.keras.keras_objects import tensor_of
 from stratagem.training.keras.step_state import StepState
 
 synchronized_norm.connect()
 loss_reductions.connect()
+step_metrics.connect()
 
 
 @final
@@ -78,52 +82,37 @@ def step(kind: str, compiled: Compiled, data: Any) -> tuple[Any, torch.Tensor | 
     """Trains on, evaluates or predicts this replica's slice; the model's own step does the work.
 
     Returns:
-        Predictions, or logs by name; and what the step adds to the metrics, whose logs are then left open.
+        Predictions, or logs, `None` if they are what the model's metrics tell when all replicas are done; and what the
+        step adds to the metrics.
     """
-    model, replica = compiled.install(), get_replica_context()
-    state, num_examples = compiled.state(kind), _num_examples(data)
-    with contextlib.nullcontext() if kind == "train" else torch.no_grad():
+    model, replica = compiled.install(), current_replica()
+    state = compiled.state(kind)
+    with contextlib.nullcontext() if kind == "train" else torch.no_grad(), metric_state.for_loop():
         if replica is None or replica.num_replicas_in_sync == 1:
-            return getattr(model, f"{kind}_step")(data), None
+            return _as_logs(getattr(model, f"{kind}_step")(data)), None
+        num_examples = int(current_runs[-1].num_examples)
         with (
-            state.own_values(replica, num_examples),
+            state.own_values(replica),
             loss_reductions.of_global_batch(replica, num_examples),
-            own_metrics.of_global_batch(state.own_metrics, replica, num_examples),
-            _without_results(model, kind, state),
-            _something(data, num_examples) as batch,
+            step_metrics.of_global_batch(state.own_metrics, replica, num_examples),
+            step_metrics.results(
+                model, None if _is_of_keras(model, kind) else functools.partial(state.of_all, replica)
+            ),
         ):
-            told = getattr(model, f"{kind}_step")(batch)
+            told = _as_logs(getattr(model, f"{kind}_step")(data))
     if kind == "predict":
-        return told if num_examples else _tree.map(lambda each: each[:0], told), None
+        return told, None
     if kind == "train" and split_updates.writes_to_weights(model):
         current_runs[-1].publish_written()  # here, where all are: after the run they would have to meet again
-    logs = {name: None if name in state.metric_names else value for name, value in told.items()}
-    return logs, state.sums(num_examples)
+    return told, state.sums(num_examples)
 
 
-@contextlib.contextmanager
-def _without_results(model: Any, kind: str, state: StepState) -> Iterator[None]:
-    """Spares Keras' own step the results of metrics at its end: they would be those of this replica alone."""
+def _as_logs(told: Any) -> Any:
+    """What a step returned, with the values of variables as they are now."""
+    return _tree.map_only(Variable, lambda each: tensor_of(each).detach().clone(), told)
+
+
+def _is_of_keras(model: Any, kind: str) -> bool:
+    """Whether a step is Keras' own: it ends with the results of metrics, which are not asked for in each replica."""
     names = (f"{kind}_step", "compute_metrics", "get_metrics_result")
-    if kind == "predict" or any(getattr(type(model), name) is not getattr(TorchTrainer, name) for name in names):
-        yield
-        return
-    model.__dict__["get_metrics_result"] = state.metric_names.copy
-    try:
-        yield
-    finally:
-        del model.__dict__["get_metrics_result"]
-
-
-@contextlib.contextmanager
-def _something(data: Any, num_examples: int) -> Iterator[Any]:
-    """The slice, or one example of zeros where it is empty: Keras cannot do without. It counts for nothing."""
-    if num_examples:
-        yield data
-    else:
-        with synchronized_norm.uncounted():
-            yield _tree.map_only(torch.Tensor, lambda each: each.new_zeros((1, *each.shape[1:])), data)
-
-
-def _num_examples(data: Any) -> int:
-    return next(len(leaf) for leaf in _tree.leaves(data) if isinstance(leaf, torch.Tensor) and leaf.dim())
+    return all(getattr(type(model), name) is getattr(TorchTrainer, name) for name in names)

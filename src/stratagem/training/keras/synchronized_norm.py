@@ -1,26 +1,27 @@
 """`BatchNormalization(synchronized=True)` of Keras on torch: statistics of the global batch.
 
-Keras has the argument for TensorFlow only. Connected by `connect`, in the main program and in children.
+Keras has the argument for TensorFlow only. Connected by `connect`, in the main program as soon as it has imported both
+Keras and stratagem, and in children. Outside replicas, or with one alone, such a layer is as any other.
 """
 
-import contextlib
-import contextvars
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import torch
 from keras.src.backend.torch import nn
 
-from stratagem.engine.context import ReplicaContext, get_replica_context
+from stratagem.engine.context import current_replica
 
 
 @functools.cache
 def connect() -> None:
     """Lets layers be synchronized, once for the process."""
+    if keras.backend.backend() != "torch":
+        return
     nn.moments = functools.partial(_moments, nn.moments)
     init = keras.layers.BatchNormalization.__init__
 
@@ -33,43 +34,16 @@ def connect() -> None:
     keras.layers.BatchNormalization.__init__ = init_any
 
 
-@contextlib.contextmanager
-def uncounted() -> Iterator[None]:
-    """Inside the block batches add nothing to the statistics."""
-    token = _counts.set(False)
-    try:
-        yield
-    finally:
-        _counts.reset(token)
-
-
-_counts = contextvars.ContextVar("counts", default=True)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over all replicas; what it does to a loss of any replica comes back to all."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, replica: ReplicaContext) -> Any:
-        ctx.replica = replica
-        return replica.all_reduce("sum", value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, None]:
-        return ctx.replica.all_reduce("sum", gradient), None
-
-
 def _moments(
     original: Callable[..., Any], x: Any, axes: Sequence[int], keepdims: bool = False, synchronized: bool = False
 ) -> Any:
     """Mean and variance, as Keras computes them, over the batches of all replicas."""
-    replica = get_replica_context()
+    replica = current_replica()
     if not synchronized or replica is None or replica.num_replicas_in_sync == 1:
         return original(x, axes, keepdims=keepdims)
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     sums = torch.stack([wide.sum(dim=axes, keepdim=keepdims), wide.square().sum(dim=axes, keepdim=keepdims)])
     count = torch.tensor([float(math.prod(x.shape[axis] for axis in axes))], dtype=torch.float64)
-    own = torch.cat([sums.double().flatten(), count]) * float(_counts.get())
-    total = _Sum.apply(own, replica)  # type: ignore[no-untyped-call]
+    total = replica.all_reduce("sum", torch.cat([sums.double().flatten(), count]))
     mean, squares = (total[:-1] / total[-1].detach().clamp(min=1)).view(sums.shape).unbind()
     return mean.to(x.dtype), (squares - mean.square()).clamp(min=0).to(x.dtype)

@@ -11,13 +11,13 @@ from typing import Final, final
 
 import zmq
 
+from stratagem.cluster.liveness import Rhythm
 from stratagem.errors import ClusterError
 from stratagem.parameters.network import zmq_sockets
 from stratagem.parameters.network.client.connection import Connection, EndedError, PendingReply
 
 _LOOK_S: Final = 1.0
 _LINGER_MS: Final = 1000
-_STUCK_S: Final = 30.0
 
 
 @final
@@ -27,7 +27,7 @@ class Talk:
     Args:
         name: Of the task, for messages.
         connections: To each server.
-        heartbeat_s: After how long each sign of life follows the last.
+        rhythm: Of signs of life.
         explained: What an error at a server means, given its number.
     """
 
@@ -36,13 +36,13 @@ class Talk:
         name: str,
         connections: Sequence[Connection],
         *,
-        heartbeat_s: float,
+        rhythm: Rhythm,
         explained: Callable[[int, Exception], Exception],
     ) -> None:
         self.context = zmq_sockets.new_context()
         self._name = name
         self._connections = connections
-        self._heartbeat_s = heartbeat_s
+        self._rhythm = rhythm
         self._explained = explained
         self._bell = zmq_sockets.Bell()
         self._thread = threading.Thread(target=self._run, name=f"stratagem-{name}-ps", daemon=True)
@@ -113,22 +113,21 @@ class Talk:
                     self._error = self._explained(number, error)
                     self._bell.ring()
                     break
-            next_beat = now + self._heartbeat_s if now >= next_beat else next_beat
+            next_beat = now + self._rhythm.beat_s if now >= next_beat else next_beat
         for connection in self._connections:
             connection.fail(ClusterError(f"{self._name} has left its servers"))
             if self._error is None:
                 connection.leave(is_done=self._ending)
 
-    @staticmethod
-    def _attend(connection: Connection, *, beat: bool) -> None:
+    def _attend(self, connection: Connection, *, beat: bool) -> None:
         connection.receive()
         connection.send()
         if beat:
             connection.beat()
-        if connection.is_silent():
-            raise EndedError("it gave no sign of life; it is stopped, or the network between is cut")
-        if connection.owes_s > _STUCK_S:
-            raise EndedError(f"it has stopped in the middle of an answer, {_STUCK_S:g} s ago")
+        if why := connection.why_lost():
+            raise EndedError(why)
+        if connection.owes_s > self._rhythm.timeout_s:
+            raise EndedError(f"it has stopped in the middle of an answer, {self._rhythm.timeout_s:g} s ago")
 
     def _wait_for_sockets(self) -> None:
         poller = zmq.Poller()
@@ -137,7 +136,7 @@ class Talk:
             for place, each in enumerate(connection.sockets):
                 wants_out = connection.has_frames and place == 0
                 poller.register(each, zmq.POLLIN | zmq.POLLOUT if wants_out else zmq.POLLIN)
-        poller.poll(int(250 * self._heartbeat_s))
+        poller.poll(int(250 * self._rhythm.beat_s))
         self._bell.hear()
 
 

@@ -20,7 +20,8 @@ import torch
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from stratagem.cluster.membership.members import Pulse, missing_text
+from stratagem.cluster.liveness import Pulse, unconfirmed_by_descriptor_s
+from stratagem.cluster.membership.members import missing_text
 from stratagem.cluster.spec import Task
 from stratagem.cluster.token import Token
 from stratagem.errors import (
@@ -116,6 +117,7 @@ class Connection:
         self._unsent: memoryview | None = None
         self._number = 0
         self._heard_at = 0.0
+        self._descriptor = -1
 
     # Opening, in the thread of the program
 
@@ -181,7 +183,9 @@ class Connection:
                 raise self._other_token()
             raise HandshakeError(f"{stranger}: it does not speak its protocol")
         try:
-            return frames.parse_greeting(self._dealer.recv())
+            message = self._dealer.recv(copy=False)
+            self._descriptor = zmq_sockets.descriptor_of(message)
+            return frames.parse_greeting(message.buffer)
         except ProtocolError as error:
             raise HandshakeError(f"{stranger}: {error}") from None
 
@@ -213,9 +217,9 @@ class Connection:
             self._unsent = self._sealer.seal(FrameKind.BEAT, bodies.encode(FrameKind.BEAT, {}))
             self.send()
 
-    def is_silent(self) -> bool:
-        """Whether the server has given no sign of life for too long."""
-        return self._pulse.is_lost()
+    def why_lost(self) -> str:
+        """Why the server counts as lost; nothing while it does not."""
+        return self._pulse.why_lost(unconfirmed_by_descriptor_s(self._descriptor))
 
     @property
     def owes_s(self) -> float:

@@ -14,8 +14,8 @@ import torch
 
 from stratagem._caller import warn_caller
 from stratagem.cluster import token as tokens
+from stratagem.cluster.liveness import Pulse, Rhythm, chosen_timeout_s
 from stratagem.cluster.membership.compatibility import Introduction
-from stratagem.cluster.membership.members import Pulse, check_rhythm
 from stratagem.cluster.spec import PS, ClusterLike, ClusterSpec
 from stratagem.errors import (
     ClusterError,
@@ -72,9 +72,12 @@ class ParameterClient:
         token_file: Where the secret of the cluster is; by default `STRATAGEM_TOKEN_FILE`, or `~/.stratagem/token`.
         join_timeout_s: How long to wait for the servers, and for the chief to define the variables.
         heartbeat_s: After how long each sign of life follows the last.
-        num_missed: After how many missed signs of life a server is lost.
+        num_missed: After how many missed signs of life a server is lost whose machine does not answer either.
+        heartbeat_timeout_s: After how long without any a server is lost whose machine answers; by default what
+            `stratagem run --heartbeat-timeout` says, or 30 s.
         compression: How gradients are made smaller on the wire; by default they are not.
         shares_memory: Whether servers on this machine get and give tensors through memory.
+        num_devices: How many devices this task drives; all that train have as many.
     Raises:
         ClusterSpecError: There is no such task, or there are no parameter servers.
         TokenError: The token file cannot be trusted.
@@ -90,21 +93,22 @@ class ParameterClient:
         join_timeout_s: float = 60.0,
         heartbeat_s: float = HEARTBEAT_S,
         num_missed: int = NUM_MISSED,
+        heartbeat_timeout_s: float | None = None,
         compression: Compression | None = None,
         shares_memory: bool = True,
+        num_devices: int = 1,
     ) -> None:
+        self._num_devices = num_devices
         self.spec = ClusterSpec(cluster)
         self.task = self.spec.task(job_name, task_index)
         if PS not in self.spec.jobs:
             raise ClusterSpecError(f"the cluster has no job 'ps'; it has {', '.join(self.spec.jobs)}")
-        check_rhythm(heartbeat_s, num_missed)
+        rhythm = Rhythm(heartbeat_s, num_missed, chosen_timeout_s(heartbeat_timeout_s))
         self.join_timeout_s = join_timeout_s
         token = tokens.load(None if token_file is None else os.fspath(token_file))
-        self._connections = [
-            Connection(task, token, Pulse(heartbeat_s, num_missed)) for task in self.spec.tasks if task.job == PS
-        ]
+        self._connections = [Connection(task, token, Pulse(rhythm)) for task in self.spec.tasks if task.job == PS]
         self._encoder = Encoder(compression)
-        self._talk = Talk(self.task.name, self._connections, heartbeat_s=heartbeat_s, explained=self._explained)
+        self._talk = Talk(self.task.name, self._connections, rhythm=rhythm, explained=self._explained)
         self._plan: ShardPlan | None = None
         self._num_optimizers = 0
         self._shares_memory = shares_memory
@@ -127,7 +131,7 @@ class ParameterClient:
             HandshakeError: Who answers at the address of a server is none, or has another token.
         """
         jobs = self.spec.jobs
-        introduction = Introduction.of_this_process(self.task, self.spec, jobs, None)
+        introduction = Introduction.of_this_process(self.task, self.spec, jobs, {"devices": self._num_devices})
         deadline = time.monotonic() + self.join_timeout_s
         try:
             server_discovery.open_all(self._talk, self._connections, self.join_timeout_s)
@@ -313,6 +317,17 @@ class ParameterClient:
             if not pending.body["rows"] if pending.kind == FrameKind.PULL else pending.body["then_pull"]:
                 self._versions[shard] = answer["version"]
         return outcomes
+
+    def meet(self) -> None:
+        """Waits until all tasks that train have come here; what they have pushed is applied.
+
+        Raises:
+            ParameterError: One of them does nothing and does not come.
+        """
+        self._await_values()
+        asked = {shard: PendingReply(FrameKind.MEET, {}) for shard in range(len(self._defined().shards))}
+        self._talk.finish(asked)
+        self._clock = min(each.answer["clock"] for each in asked.values())
 
     def state(self) -> StateOfAll:
         """Everything that the servers have, of one moment: each push is in all of it, or in none."""

@@ -6,7 +6,7 @@ from typing import Final, final
 
 import torch
 
-from stratagem.cluster.membership.members import Pulse
+from stratagem.cluster.liveness import Pulse
 from stratagem.errors import ProtocolError
 from stratagem.parameters.network import bodies, tensor_streams
 from stratagem.parameters.network.bodies import Body
@@ -26,11 +26,13 @@ class ClientRecord:
         identity: By which ZeroMQ sends to it.
         handshake: What both sides have said.
         pulse: How long it may be silent.
+        descriptor: The socket of the system over which it came.
     """
 
-    def __init__(self, identity: bytes, handshake: Handshake, pulse: Pulse) -> None:
+    def __init__(self, identity: bytes, handshake: Handshake, pulse: Pulse, descriptor: int) -> None:
         self.identity = identity
         self.pulse = pulse
+        self.descriptor = descriptor
         self.name = ""
         self.place = ""
         self.is_fenced = False

@@ -40,11 +40,14 @@ class Executor:
 
     Args:
         number: Which shard.
+        ended: Is called in the thread when it has ended by an error, which is in `error` then.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, ended: Callable[[], None]) -> None:
         self._number = number
-        self._thread = threading.Thread(target=self._work, name=f"stratagem-ps/{number}-desk", daemon=True)
+        self._ended = ended
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"stratagem-ps/{number}-desk", daemon=True)
         self._requests: queue.SimpleQueue[ClientRequest | Callable[[], None] | None] = queue.SimpleQueue()
         self._shard: Shard | None = None
         self._definition: _Definition | None = None
@@ -61,9 +64,10 @@ class Executor:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the work after what it is at."""
+        """Ends the work, if it has begun, after what it is at."""
         self._requests.put(None)
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def put(self, request: ClientRequest) -> None:
         """Has something done."""
@@ -81,6 +85,8 @@ class Executor:
         Raises:
             ProtocolError: They are not what this shard has.
         """
+        if kind not in self._HANDLERS:
+            raise ProtocolError(f"a client does not send {kind.name}")
         if kind == FrameKind.DEFINE:
             plan = bodies.plan_from_body(body)
             if body["shard"] != self._number:
@@ -119,6 +125,13 @@ class Executor:
         return count
 
     # Work, in the thread of the desk
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.error = error
+            self._ended()
 
     def _work(self) -> None:
         while True:
@@ -210,7 +223,7 @@ class Executor:
         request.answer(FrameKind.DONE, bodies.done(version=self._shard.version, clock=clock, reason=said), ())
 
     def _new_pace(self, pacing: Pacing, shard: Shard) -> Pace:
-        pace = Pace(pacing, shard, self._answer_push, _fail)
+        pace = Pace(pacing, shard, self._answer_push, _fail, self._answer_meeting)
         for worker, is_done in self._departed.items():
             pace.leave(worker, is_done=is_done)
         return pace
@@ -271,6 +284,14 @@ class Executor:
         if outcome.verdict in (Verdict.APPLIED, Verdict.DUPLICATE, Verdict.STALE):
             self._applied[request.worker] = max(request.body["number"], self._applied.get(request.worker, 0))
 
+    def _meet(self, request: ClientRequest) -> None:
+        self._whole_shard()
+        if self._pace is not None:
+            self._pace.meet(request)
+
+    def _answer_meeting(self, request: ClientRequest, clock: int) -> None:
+        request.answer(FrameKind.DONE, bodies.done(version=self._whole_shard().version, clock=clock), ())
+
     def _hold(self, request: ClientRequest) -> None:
         self._holds.begin(request.worker)
         lives = {str(worker): number for worker, number in self._applied.items()}
@@ -322,6 +343,7 @@ class Executor:
         FrameKind.PULL: _pull,
         FrameKind.PUSH: _push,
         FrameKind.HOLD: _hold,
+        FrameKind.MEET: _meet,
         FrameKind.STATE: _state,
         FrameKind.LOAD: _load,
     }

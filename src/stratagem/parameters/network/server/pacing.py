@@ -78,7 +78,8 @@ class Pace:
         pacing: How far workers may be apart.
         shard: What is updated.
         answer: Answers a push that has been judged.
-        fail: Answers one that cannot be.
+        fail: Answers a request that cannot be.
+        answer_met: Answers a worker that has met all others, with how far it is.
     """
 
     def __init__(
@@ -87,23 +88,27 @@ class Pace:
         shard: Shard,
         answer: Callable[[ClientRequest, PushOutcome], None],
         fail: Callable[[ClientRequest, Exception], None],
+        answer_met: Callable[[ClientRequest, int], None],
     ) -> None:
         self._pacing = pacing
         self._shard = shard
         self._answer = answer
         self._fail = fail
+        self._answer_met = answer_met
         self._clock = Clock(LOOK_S)
         self._clocks: dict[int, int] = {}
         self._left: set[int] = set()
         self._lost: set[int] = set()
         self._waiting: dict[int, _Waiting] = {}
+        self._meeting: dict[int, ClientRequest] = {}
+        self._moved_at = self._clock.now_s()  # when a worker last did something
         self._num_rounds = 0
         self._life = shard.admit(_ROUNDS) if pacing.num_gradients is not None else 0
 
     @property
     def is_anybody_waiting(self) -> bool:
         """Whether `look` is to be called now and then."""
-        return bool(self._waiting)
+        return bool(self._waiting or self._meeting)
 
     def enter(self, worker: int) -> int:
         """A worker takes part from now on.
@@ -113,6 +118,7 @@ class Pace:
         """
         self._left.discard(worker)
         self._lost.discard(worker)
+        self._moved_at = self._clock.now_s()
         self._clocks[worker] = min(self._clocks.values(), default=0)
         return self._clocks[worker]
 
@@ -125,6 +131,8 @@ class Pace:
         """
         self._clocks.pop(worker, None)
         self._waiting.pop(worker, None)
+        self._meeting.pop(worker, None)
+        self._moved_at = self._clock.now_s()
         self._left.discard(worker)
         self._lost.discard(worker)
         if worker in self._pacing.members:
@@ -138,6 +146,7 @@ class Pace:
             What came of it, if that is known already.
         """
         outcome = None
+        self._moved_at = self._clock.now_s()
         if self._pacing.num_gradients is None:
             outcome = self._shard.push(push)
             if outcome.is_applied and push.worker in self._clocks:
@@ -156,19 +165,48 @@ class Pace:
         self.look()
         return outcome
 
+    def meet(self, request: ClientRequest) -> None:
+        """Has a worker wait until all others have come here too, or have done all they had to.
+
+        Nobody waits for it meanwhile. One that was lost is waited for: it may come back, and go on.
+        """
+        self._meeting[request.worker] = request
+        self._moved_at = self._clock.now_s()
+        self.look()
+
     def look(self) -> None:
         """Has answered who may go on, and who has waited too long."""
         if self._pacing.num_gradients is None:
-            slowest = min(self._clocks.values(), default=0)
+            slowest = min((clock for each, clock in self._clocks.items() if each not in self._meeting), default=0)
             for worker, each in list(self._waiting.items()):
                 if each.outcome is not None and self._may_go(worker, slowest):
                     del self._waiting[worker]
                     self._answer(each.request, each.outcome)
         elif self._waiting:
             self._complete()
+        self._let_go_who_have_met()
         now = self._clock.now_s()
         if any(now - each.since > self._pacing.stall_s for each in self._waiting.values()):
             self._fail_all(self._stalled())
+
+    def _let_go_who_have_met(self) -> None:
+        missing = [each for each in self._pacing.members if each not in self._left and each not in self._meeting]
+        if not self._meeting or (missing and self._clock.now_s() - self._moved_at <= self._pacing.stall_s):
+            return
+        meeting, self._meeting = self._meeting, {}
+        furthest = max(self._clocks.values(), default=0)
+        for worker, request in meeting.items():
+            if missing:
+                self._fail(request, self._never_met(missing))
+            else:
+                self._clocks[worker] = furthest
+                self._answer_met(request, furthest)
+
+    def _never_met(self, missing: Sequence[int]) -> StratagemError:
+        return ParameterError(
+            f"strategy.barrier() waits for all tasks that train, and {', '.join(map(name_of, missing))} has neither "
+            f"come there nor pushed for {self._pacing.stall_s:g} s; call it in all tasks, or raise stall_timeout_s"
+        )
 
     def _may_go(self, worker: int, slowest: int) -> bool:
         bound = self._pacing.max_ahead
@@ -187,7 +225,7 @@ class Pace:
                     f"or allow for losses with Synchronous(backup_workers=...) or Async()"
                 )
             )
-        elif len(self._waiting) >= min(wanted, members - len(self._left) - len(self._lost)):
+        elif len(self._waiting) >= min(wanted, members - len(self._left) - len(self._lost) - len(self._meeting)):
             waiting = [self._waiting[worker] for worker in sorted(self._waiting)]
             self._waiting.clear()
             try:

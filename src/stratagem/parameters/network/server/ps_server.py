@@ -19,8 +19,8 @@ import zmq
 from stratagem.cluster import token as tokens
 from stratagem.cluster.io_thread import log
 from stratagem.cluster.listening import listen
+from stratagem.cluster.liveness import Pulse, Rhythm, chosen_timeout_s, unconfirmed_by_descriptor_s
 from stratagem.cluster.membership.compatibility import Introduction
-from stratagem.cluster.membership.members import Pulse, check_rhythm
 from stratagem.cluster.spec import PS, TRAINING, ClusterLike, ClusterSpec
 from stratagem.errors import ClusterError, ClusterSpecError, ProtocolError, StratagemError
 from stratagem.parameters.network import bodies, encryption, frames, zmq_sockets
@@ -59,8 +59,11 @@ class ParameterServer:
         task_index: Which ps task this is.
         token_file: Where the secret of the cluster is; by default `STRATAGEM_TOKEN_FILE`, or `~/.stratagem/token`.
         heartbeat_s: After how long each sign of life follows the last.
-        num_missed: After how many missed signs of life a client is lost.
-        slow_reader_s: How long a client may not read what it has asked for, or not send what it has announced.
+        num_missed: After how many missed signs of life a client is lost whose machine does not answer either.
+        heartbeat_timeout_s: After how long without any a client is lost whose machine answers; by default what
+            `stratagem run --heartbeat-timeout` says, or 30 s.
+        slow_reader_s: How long a client may not read what it has asked for, or not send what it has announced; by
+            default as long as it may be silent.
         allow_all_interfaces: Whether to listen on all addresses of this machine.
     Raises:
         ClusterSpecError: There is no such task, or it has no address.
@@ -75,24 +78,24 @@ class ParameterServer:
         token_file: str | os.PathLike[str] | None = None,
         heartbeat_s: float = HEARTBEAT_S,
         num_missed: int = NUM_MISSED,
-        slow_reader_s: float = 10.0,
+        heartbeat_timeout_s: float | None = None,
+        slow_reader_s: float | None = None,
         allow_all_interfaces: bool = False,
     ) -> None:
         self.spec = ClusterSpec(cluster)
         self.task = self.spec.task(PS, task_index)
         if self.task.address is None:
             raise ClusterSpecError(f"{self.task.name} has no address, so that nobody can reach it; give it one")
-        check_rhythm(heartbeat_s, num_missed)
         self._address = self.task.address
         self._token = tokens.load(None if token_file is None else os.fspath(token_file))
-        self._rhythm = heartbeat_s, num_missed
-        self._slow_reader_s = slow_reader_s
+        self._rhythm = Rhythm(heartbeat_s, num_missed, chosen_timeout_s(heartbeat_timeout_s))
+        self._slow_reader_s = self._rhythm.timeout_s if slow_reader_s is None else slow_reader_s
         self._everywhere = allow_all_interfaces
-        self._desk = Executor(self.spec.task_indices(PS).index(task_index))
         self._context = zmq_sockets.new_context()
         self._door = Door(self._context, self._token)
         self._router: zmq.Socket[bytes] | None = None
         self._bell = zmq_sockets.Bell()
+        self._desk = Executor(self.spec.task_indices(PS).index(task_index), ended=self._bell.ring)
         self._strangers: OrderedDict[bytes, tuple[Handshake, float]] = OrderedDict()
         self._sessions: dict[bytes, ClientRecord] = {}
         self._fenced: OrderedDict[bytes, ClientRecord] = OrderedDict()
@@ -103,6 +106,7 @@ class ParameterServer:
         self._absent = {task.name for task in self.spec.tasks if task.job in TRAINING}
         self._alone_since = time.monotonic()
         self._next_log = 0.0
+        self._num_devices: tuple[str, object] | None = None  # who came first, and how many it drives
         self.num_refused = 0
 
     def start(self) -> Self:
@@ -119,7 +123,7 @@ class ParameterServer:
             # The first optimizer of a process takes a second; now nobody waits for it.
             torch.optim.SGD([torch.zeros(1)])
             listeners = listen(self.task, self._address, everywhere=self._everywhere)
-            self._router = zmq_sockets.serving(self._context, listeners, self._door)
+            self._router = zmq_sockets.serving(self._context, listeners, self._door, self._rhythm.timeout_s)
             self._desk.start()
         return self
 
@@ -127,22 +131,32 @@ class ParameterServer:
         """Serves until `stop` is called, or until the chief has said that training is done and all have left.
 
         For a task that has not come yet, or was lost and may come back, a server waits a minute.
+
+        Raises:
+            ClusterError: The shard cannot be served any more; all clients are cut off at once.
         """
         with self._serving:
             router = None if self._told.is_set() else self.start()._router
-            if router is not None:
+            if router is None:
+                return
+            try:
                 self._serve(router)
+            except BaseException:  # whoever waits must hear of it, also if nobody closes this server
+                self._hang_up()
+                raise
 
     def _serve(self, router: "zmq.Socket[bytes]") -> None:
         poller = zmq.Poller()
         for each in (router, self._bell.descriptor, self._door.socket):
             poller.register(each, zmq.POLLIN)
-        heartbeat_s = self._rhythm[0]
+        heartbeat_s = self._rhythm.beat_s
         next_look = next_beat = time.monotonic()
         while not (self._told.is_set() or self._is_done()):
             waiting = any(session.has_frames for session in self._sessions.values())
             poller.poll(_STUCK_MS if waiting else int(250 * heartbeat_s))
             self._bell.hear()
+            if self._desk.error is not None:
+                raise ClusterError(f"{self.task.name} cannot go on with its shard") from self._desk.error
             for _ in range(self._door.answer()):
                 self._refuse(b"", ProtocolError("a stranger has another token"))
             self._receive(router)
@@ -171,15 +185,19 @@ class ParameterServer:
         if not self._serving.acquire(timeout=_CLOSE_S):
             raise ClusterError(f"{self.task.name} still serves {_CLOSE_S:g} s after stop(); close() it after serve()")
         try:
-            router, self._router = self._router, None
-            if router is not None:
-                self._desk.stop()
-                router.close(linger=0)
-            self._door.close()
+            self._desk.stop()
+            self._hang_up()
             self._context.term()
             self._bell.close()
         finally:
             self._serving.release()
+
+    def _hang_up(self) -> None:
+        """Ends all connections: those of ZeroMQ last until nobody asks for passwords any more."""
+        router, self._router = self._router, None
+        if router is not None:
+            router.close(linger=0)
+        self._door.close()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -207,19 +225,20 @@ class ParameterServer:
             try:
                 if len(parts) != 2:
                     raise ProtocolError(f"a message has one part, got {len(parts) - 1}")
-                self._take(router, identity, parts[1].buffer)
+                self._take(router, identity, parts[1])
             except Exception as error:  # whatever one client causes, the others are served
                 self._refuse(identity, error)
 
-    def _take(self, router: "zmq.Socket[bytes]", identity: bytes, frame: memoryview) -> None:
+    def _take(self, router: "zmq.Socket[bytes]", identity: bytes, message: zmq.Frame) -> None:
         session = self._sessions.get(identity)
         if session is None:
             fenced = self._fenced.get(identity)
             if fenced is not None:
                 self._tell_fenced(router, fenced)
             else:
-                self._greet(router, identity, frame)
+                self._greet(router, identity, message)
             return
+        frame = message.buffer
         header = session.parse(frame)
         if header.kind == FrameKind.DATA:
             session.take(frame, header)
@@ -234,9 +253,9 @@ class ParameterServer:
             nearby = session.nearby if body.get("is_shared") else None
             self._desk.put(ClientRequest(number_of(session.name), kind, body, tensors, answer, nearby))
 
-    def _greet(self, router: "zmq.Socket[bytes]", identity: bytes, frame: memoryview) -> None:
+    def _greet(self, router: "zmq.Socket[bytes]", identity: bytes, message: zmq.Frame) -> None:
         """The handshake, with somebody who may be anybody."""
-        kind, content = frames.parse_greeting(frame)
+        kind, content = frames.parse_greeting(message.buffer)
         if kind == Greeting.HELLO:
             own = encryption.new_nonce()
             self._strangers[identity] = Handshake(self._token, content, own), time.monotonic() + _HANDSHAKE_S
@@ -250,7 +269,9 @@ class ParameterServer:
             raise ProtocolError("a stranger has another token")
         if len(self._sessions) >= _MOST_SESSIONS:
             raise ProtocolError(f"{_MOST_SESSIONS} clients are here already")
-        self._sessions[identity] = ClientRecord(identity, handshake, Pulse(*self._rhythm))
+        self._sessions[identity] = ClientRecord(
+            identity, handshake, Pulse(self._rhythm), zmq_sockets.descriptor_of(message)
+        )
         _try_send(router, identity, frames.greeting(Greeting.WELCOME, handshake.welcome))
 
     def _hear(self, session: ClientRecord, kind: FrameKind, body: Body, request: int) -> None:
@@ -296,6 +317,15 @@ class ParameterServer:
             return f"{self.task.name} and {other.task} disagree on the cluster: {servers[0]} vs {servers[1]}"
         if other.task not in [task.name for task in other.spec.tasks if task.job in TRAINING]:
             return f"{other.task} is no task that trains"
+        theirs = other.signature.get("devices", 1)
+        if self._num_devices is None:
+            self._num_devices = other.task, theirs
+        first, number = self._num_devices
+        if theirs != number:
+            return (
+                f"{first} drives {number} devices and {other.task} {theirs}, and data is shared by their number; give "
+                f"all tasks as many, with devices=[...] or CUDA_VISIBLE_DEVICES"
+            )
         return ""
 
     def _twin(self, session: ClientRecord, other: Introduction) -> str:
@@ -348,8 +378,8 @@ class ParameterServer:
 
     def _look(self) -> None:
         for session in list(self._sessions.values()):
-            if session.pulse.is_lost():
-                self._drop(session, "it gave no sign of life")
+            if why := session.pulse.why_lost(unconfirmed_by_descriptor_s(session.descriptor)):
+                self._drop(session, why)
             elif session.owes_s > self._slow_reader_s:
                 self._drop(session, f"it has not sent what it announced within {self._slow_reader_s:g} s")
         now = time.monotonic()

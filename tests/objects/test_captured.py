@@ -16,15 +16,24 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from stratagem.objects.functions import FunctionCache
+from stratagem.objects import kinds
+from stratagem.objects.captured import Captured, Delivery
 from stratagem.processes.packing import find_unsendable, pack
+from stratagem.processes.registry import Registry
 
 
-def is_sent_again(function: Callable[..., Any], change: Callable[[], object]) -> bool:
-    cache = FunctionCache(lambda _: False)
-    cache.prepare(function)
+def is_sent_again(function: Callable[..., Any], change: Callable[[], object], num_runs: int = 3) -> bool:
+    """After the first run objects are described, later on most are only compared by what is in them."""
+    captured = Captured(Registry(keeps=False))
+    for _ in range(num_runs):
+        captured.prepare(function)
+        captured.note_run()
     change()
-    return cache.prepare(function)[1] is function
+    return is_anything(captured.prepare(function))
+
+
+def is_anything(delivery: Delivery) -> bool:
+    return bool(delivery.new or delivery.changes)
 
 
 class Slotted:
@@ -135,11 +144,12 @@ MUTABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 }
 
 
+@pytest.mark.parametrize("num_runs", [1, 3])
 @pytest.mark.parametrize("name", MUTABLE)
-def test_changed_capture_is_sent_again(name: str) -> None:
+def test_changed_capture_is_sent_again(name: str, num_runs: int) -> None:
     make, change = MUTABLE[name]
     captured = make()
-    assert is_sent_again(lambda: captured, lambda: change(captured))
+    assert is_sent_again(lambda: captured, lambda: change(captured), num_runs)
 
 
 @pytest.mark.parametrize("name", MUTABLE)
@@ -233,43 +243,27 @@ def test_what_did_not_change_is_not_sent_again() -> None:
     def step(x: Any, reduction: str = "mean") -> Any:
         return helper(x), array, Color.RED, loss, collections.OrderedDict, np.float32, reduction, functools.partial(max)
 
-    cache = FunctionCache(lambda _: False)
-    token, sent = cache.prepare(step)
-    assert sent is step
-    assert cache.prepare(step) == (token, None)
-    assert cache.prepare(step) == (token, None)
+    captured = Captured(Registry(keeps=False))
+    assert is_anything(captured.prepare(step))
+    assert not is_anything(captured.prepare(step))
+    captured.note_run()
+    assert not is_anything(captured.prepare(step))
 
 
-def test_references_are_not_looked_into() -> None:
+def test_distributed_objects_are_not_looked_into() -> None:
     model = torch.nn.Linear(2, 2)
-    cache = FunctionCache(lambda value: value is model)
+    registry = Registry(keeps=False)
+    for number, part in enumerate((model, model.weight, model.bias), start=1):
+        registry.add(number, part)
+    captured = Captured(registry)
     step = lambda: model  # noqa: E731
-    cache.prepare(step)
+    captured.prepare(step)
     with torch.no_grad():
         model.weight.add_(1)
-    assert cache.prepare(step)[1] is None
-
-
-def test_functions_that_children_have_forgotten_are_sent_again() -> None:
-    cache = FunctionCache(lambda _: False)
-    kept = lambda: 7  # noqa: E731
-    token, _ = cache.prepare(kept)
-    for number in range(100):
-        cache.prepare(functools.partial(int, number))
-    again, sent = cache.prepare(kept)
-    assert sent is kept
-    assert again > token
-
-
-def test_a_new_function_in_the_place_of_an_old_one_is_sent() -> None:
-    cache = FunctionCache(lambda _: False)
-    tokens = {cache.prepare(eval(f"lambda: {number}"))[0] for number in range(50)}  # noqa: S307
-    assert len(tokens) == 50
+    assert not is_anything(captured.prepare(step))
 
 
 def test_what_cannot_be_sent_is_found() -> None:
-    import threading
-
     def can_be_sent(value: Any) -> bool:
         try:
             pack(value)
@@ -277,14 +271,109 @@ def test_what_cannot_be_sent_is_found() -> None:
             return False
         return True
 
-    lock = threading.Lock()
+    lines = (each for each in "ab")
     options = Options()
-    options.guard = lock  # type: ignore[attr-defined]
+    options.guard = lines  # type: ignore[attr-defined]
 
     def step() -> Any:
         return options
 
     found, where = find_unsendable((1, {"f": functools.partial(step)}), can_be_sent)
-    assert found is lock
+    assert found is lines
     assert "captured as 'options' by step" in where
     assert "the attribute 'guard' of a Options" in where
+
+
+def test_only_what_a_function_can_reach_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, seen = torch.zeros(3), [torch.zeros(2)]
+    captured = Captured(Registry(keeps=False))
+
+    def both() -> Any:
+        return weights, seen
+
+    captured.prepare(both)
+    looked: list[torch.Tensor] = []
+    tokens = kinds._Tensor.tokens
+    monkeypatch.setattr(kinds._Tensor, "tokens", lambda *args: [looked.append(args[1]), tokens(*args)][1])
+    weights.add_(1)
+    assert is_anything(captured.prepare(lambda: seen))
+    captured.note_run()
+    assert looked
+    assert all(each is seen[0] for each in looked)
+    assert is_anything(captured.prepare(both))  # it has changed all the same
+
+
+@pytest.mark.parametrize(
+    "holder", [lambda value: [value] * 2000, lambda value: np.array([value, None], dtype=object), Frozen]
+)
+def test_known_object_inside_a_new_one_is_looked_at(holder: Callable[[Any], Any]) -> None:
+    seen, captured = [1], Captured(Registry(keeps=False))
+    captured.prepare(lambda: seen)
+    held = holder(seen)
+    seen.append(2)
+    changes = [members for members, _ in captured.prepare(lambda: held).changes]
+    assert {kinds.CONTENT: (1, 2)} in changes
+
+
+def test_opaque_attributes_of_a_distributed_module_are_seen() -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    model.slots, model.scale, model.lines = Slotted(), np.float64(1.0), iter([])
+    registry = Registry(keeps=False)
+    registry.add(1, model)
+    captured = Captured(registry)
+    step = lambda: model  # noqa: E731
+    captured.prepare(step)
+    captured.note_run()
+    assert not is_anything(captured.prepare(step))
+    model.slots.x = 2
+    model.scale = np.float64(2.0)
+    assert [dict(members) for members, _ in captured.prepare(step).changes] == [
+        {"slots": model.slots, "scale": 2.0},
+    ]
+
+
+def test_what_is_compared_by_what_it_is_does_not_rest_on_its_address() -> None:
+    lines: list[Any] = [(each for each in "ab") for _ in range(2)]
+    gone, here = kinds.Same(lines.pop()), kinds.Same(lines[0])
+    assert here == kinds.Same(lines[0])
+    assert gone not in (here, kinds.Same(each for each in "ab"))
+
+
+def test_many_objects_that_are_in_use_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stratagem.objects.captured._MAX_NODES", 20)
+    captured, many, few = Captured(Registry(keeps=False)), [[1] for _ in range(50)], [2]
+
+    def other() -> Any:
+        return few
+
+    captured.prepare(other)
+    for _ in range(2):
+        captured.prepare(lambda: many)
+        captured.note_run()
+        assert len(captured._nodes) > 50
+    changes = captured.prepare(lambda: many)
+    assert all(isinstance(each, types.FunctionType | types.CellType) for each in changes.new)
+    assert captured.node_of(few) is None  # the last run did not use it
+    assert is_anything(captured.prepare(other))
+
+
+def test_globals_of_a_script_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = sys.modules["__main__"]
+    monkeypatch.setattr(script, "own_rate", 1, raising=False)
+    function = eval("lambda: own_rate", vars(script))  # noqa: S307
+    assert is_sent_again(function, lambda: setattr(script, "own_rate", 2))
+
+
+@pytest.mark.parametrize("kind", [list, collections.deque])
+def test_changes_in_large_containers_are_seen_without_packing_them(kind: Any) -> None:
+    rows = kind((torch.zeros(1), {"number": number}) for number in range(2000))
+
+    def step() -> int:
+        return len(rows)
+
+    assert is_sent_again(step, lambda: rows[7][0].add_(1))
+    assert is_sent_again(step, lambda: rows.append((torch.ones(1), {"number": -1})))
+    assert is_sent_again(step, lambda: rows[0][1].update(number=5))
+    assert is_sent_again(step, lambda: rows[0][1].update(other=5))
+    assert not is_sent_again(step, lambda: rows[0][1].update(number=5))
+    assert not is_sent_again(step, lambda: None)

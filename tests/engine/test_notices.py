@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from stratagem.engine.stragglers import Stragglers
+from stratagem.engine.notices import Stragglers
 
 
 def num_warnings(stragglers: Stragglers, runs: Sequence[Sequence[float]], counts: Sequence[int] | None = None) -> int:

@@ -1,0 +1,120 @@
+"""What the user is told about runs: updates that were skipped, a replica that is slow, a loss that counts otherwise.
+
+Nothing here changes what a run does.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+
+from stratagem._caller import warn_caller
+from stratagem.errors import NonFiniteGradientError, StratagemWarning
+
+_MAX_IN_A_ROW = 10
+_SLOW_RATIO = 2.0
+_SLOW_LEAST_S = 0.02
+_NUM_SLOW_RUNS = 20
+_SLOW_PERIOD_S = 60.0
+NUM_LOOKS = 20
+_DEPTH = 8
+_MEAN = 1  # torch's number for reduction="mean"
+
+
+@final
+class NonFinite:
+    """Counts the updates in a row that were skipped.
+
+    Args:
+        on_nonfinite: What the strategy was told: `raise` lets none pass.
+    """
+
+    def __init__(self, on_nonfinite: str) -> None:
+        self._on_nonfinite = on_nonfinite
+        self._num_in_a_row = 0
+
+    def judge(self, skipped: Sequence[tuple[int, str]], *, updated: bool, run_number: int) -> None:
+        """Warns of an update that was skipped in a run, or raises.
+
+        Args:
+            skipped: The replicas and parameters to blame; none if nothing was skipped.
+            updated: Whether an update was made.
+            run_number: Which run it was.
+        """
+        if not skipped:
+            self._num_in_a_row = 0 if updated else self._num_in_a_row
+            return
+        self._num_in_a_row += 1
+        where = "; ".join(f"replica {rank}, first in {label!r}" for rank, label in skipped)
+        text = f"non-finite gradient in {where}, run {run_number}; update skipped"
+        if self._on_nonfinite == "raise" or self._num_in_a_row >= _MAX_IN_A_ROW:
+            raise NonFiniteGradientError(
+                f"{text}. It was number {self._num_in_a_row} in a row; lower the learning rate, clip gradients, or "
+                f"look at the data of that run"
+            )
+        warn_caller(f"{text} ({self._num_in_a_row} of {_MAX_IN_A_ROW} allowed in a row)", StratagemWarning)
+
+
+@final
+class Stragglers:
+    """Compares how long replicas compute, and warns, at most once a minute, if one is always far slower."""
+
+    def __init__(self) -> None:
+        self._slowest: int | None = None
+        self._num_in_a_row = 0
+        self._warned_at = -_SLOW_PERIOD_S
+
+    def note(self, busy_s: Sequence[float], counts: Sequence[int] | None) -> None:
+        """Takes in one run.
+
+        Args:
+            busy_s: How long each replica computed, without its waits for others.
+            counts: How many examples each replica had; those without any are not compared.
+        """
+        ranks = [rank for rank in range(len(busy_s)) if counts is None or counts[rank]]
+        if len(ranks) < 2:
+            return
+        slowest = max(ranks, key=lambda rank: busy_s[rank])
+        others_s = statistics.median(busy_s[rank] for rank in ranks if rank != slowest)
+        far = busy_s[slowest] > max(_SLOW_RATIO * others_s, others_s + _SLOW_LEAST_S)
+        self._num_in_a_row = self._num_in_a_row + 1 if far and slowest == self._slowest else int(far)
+        self._slowest = slowest
+        if self._num_in_a_row >= _NUM_SLOW_RUNS and time.monotonic() - self._warned_at >= _SLOW_PERIOD_S:
+            self._warned_at = time.monotonic()
+            warn_caller(
+                f"replica {slowest} is the slowest: it computes {busy_s[slowest] / max(others_s, 1e-9):.1f} times as "
+                f"long as the others, which wait for it in every run; look for other programs on its cores, or for "
+                f"work that only it has",
+                StratagemWarning,
+            )
+
+
+def about_tokens(losses: Sequence[torch.Tensor], num_looks: int) -> int:
+    """Looks whether a loss that counts by its rows is a mean over targets of which some are left out.
+
+    Args:
+        losses: What a backward pass is about to start from.
+        num_looks: How many looks are left.
+    Returns:
+        How many are left then.
+    """
+    nodes = [loss.grad_fn for loss in losses]
+    for _ in range(_DEPTH):
+        if any(_leaves_targets_out(node) for node in nodes):
+            warn_caller(
+                "a cross-entropy leaves out targets (ignore_index), so that it is a mean over those that are left, and "
+                "replicas count by their rows: the result differs from one device. Before backward() call "
+                "sg.get_replica_context().weight((targets != ignore_index).sum())",
+                StratagemWarning,
+            )
+            return 0
+        nodes = [node for each in nodes if each is not None for node, _ in each.next_functions][:_DEPTH]
+    return num_looks - 1
+
+
+def _leaves_targets_out(node: Any) -> bool:
+    if node is None or not node.name().startswith("NllLoss") or getattr(node, "_saved_reduction", None) != _MEAN:
+        return False
+    return bool((node._saved_target == node._saved_ignore_index).any())

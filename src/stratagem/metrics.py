@@ -1,0 +1,30 @@
+"""Metrics for steps of one's own: `sg.metrics`.
+
+The names and meanings are Keras' (and so TensorFlow's), for tensors of torch; nothing is kept here.
+"""
+
+from stratagem.training.metrics import (
+    Accuracy,
+    BinaryAccuracy,
+    CategoricalAccuracy,
+    Mean,
+    MeanAbsoluteError,
+    MeanSquaredError,
+    Metric,
+    RootMeanSquaredError,
+    SparseCategoricalAccuracy,
+    Sum,
+)
+
+__all__ = [
+    "Accuracy",
+    "BinaryAccuracy",
+    "CategoricalAccuracy",
+    "Mean",
+    "MeanAbsoluteError",
+    "MeanSquaredError",
+    "Metric",
+    "RootMeanSquaredError",
+    "SparseCategoricalAccuracy",
+    "Sum",
+]

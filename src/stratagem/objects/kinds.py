@@ -1,0 +1,699 @@
+"""How objects that steps use are read, compared and written, by the kind of object.
+
+An object is a set of members by key: a dict's items, the attributes of an instance or a class, the names that functions
+use of their module, the variable in a closure; lists, tensors and the like have one member, their content. Two
+processes that have the same object exchange members. What is of no kind travels inside the object that holds it.
+"""
+
+import collections
+import copyreg
+import enum
+import functools
+import random
+import sys
+import types
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from stratagem import _torch
+from stratagem.errors import StrategyError
+from stratagem.processes.packing import is_filled, travels_by_value
+
+Token = Any
+"""Stands for a value: equal as long as the value is."""
+
+VALUES: Final = frozenset(
+    {bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, type(...), types.CodeType}
+    | {np.bool_, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
+)
+"""What never changes and is compared by value."""
+
+FLOATS: Final = frozenset({float, complex, *(np.dtype(code).type for code in np.typecodes["AllFloat"])})
+"""Numbers that are compared by how they read, which tells 0.0 from -0.0."""
+
+FIXED: Final = VALUES | FLOATS
+"""What never changes."""
+
+PLAIN: Final = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
+"""What is passed on of objects that somebody else takes care of."""
+
+kept_elsewhere: list[type] = []
+"""Classes of modules of whose members, besides plain ones, somebody else takes care."""
+
+CONTENT: Final = 0
+"""The key of what has one member."""
+
+MAX_WALKED: Final = 1000
+"""How many elements a container may have before it is compared as a whole."""
+
+
+@final
+class Same:
+    """The token of what is compared by what it is; it keeps alive only what cannot be known otherwise."""
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self._get: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._get = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self._get() is not None and self._get() is other._get()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@final
+class Glance:
+    """The token of a large container: which objects are in it, and how often its tensors were written to.
+
+    Pickling thousands of objects twice in each run would cost more than most steps. What is written to a tensor in
+    such a container through `.data` or numpy is not seen.
+
+    Args:
+        content: What is in the container, nested in tuples, lists and dicts.
+        has_name: Tells what children know by itself: then this is not whole, and says nothing.
+    """
+
+    def __init__(self, content: Any, has_name: Callable[[Any], bool]) -> None:
+        self._held: list[Any] = []
+        self._versions: list[int] = []
+        self._compared: tuple[weakref.ref[Glance] | None, bool] = None, False
+        self.is_whole = self._look(content, has_name)
+
+    def _look(self, value: Any, has_name: Callable[[Any], bool]) -> bool:
+        kind = type(value)
+        if kind in FIXED:
+            self._held.append(value)
+        elif kind is not tuple and has_name(value):
+            return False
+        elif kind is tuple or kind is list:
+            self._held += (kind, len(value))
+            return all(self._look(each, has_name) for each in value)
+        elif kind is dict:
+            self._held += (kind, len(value), *value)
+            return all(self._look(each, has_name) for each in value.values())
+        elif kind is torch.Tensor and not value.is_inference():
+            self._held.append(value)
+            self._versions.append(_torch.version_of(value))
+        else:
+            return False
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Glance):
+            return False
+        last, is_equal = self._compared
+        if last is None or last() is not other:  # it stands for every key of a dict
+            is_equal = self._versions == other._versions and len(self._held) == len(other._held)
+            is_equal = is_equal and all(map(_is_same, self._held, other._held))
+            self._compared = weakref.ref(other), is_equal
+        return is_equal
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in VALUES and bool(one == other))
+
+
+class Kind:
+    """One kind of object."""
+
+    is_seeded = False  # whether each replica makes something of its own of the content
+    leaves_out = False  # whether members that cannot be sent are left out
+
+    def read(self, obj: Any) -> Mapping[Any, Any]:
+        """Its members by key."""
+        raise NotImplementedError
+
+    def identities(self, obj: Any) -> tuple[int, ...] | None:
+        """The `id` of everything in it: while they are the same, so is the object; `None` if that does not tell."""
+        return None
+
+    def used(self, obj: Any) -> Iterable[Any]:
+        """What is in it that matters, and what it uses besides; is asked of those that have identities."""
+        raise NotImplementedError
+
+    def tokens(self, obj: Any, token: Callable[[Any], Token]) -> dict[Any, Token]:
+        """What its members are compared by."""
+        return {key: token(value) for key, value in self.read(obj).items()}
+
+    def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
+        """Gives it members, and takes some away.
+
+        Args:
+            obj: The object of this process.
+            members: What it gets.
+            removed: The keys of those that are gone; done first.
+            replica: The number of the replica that this process is.
+        """
+        raise NotImplementedError
+
+
+@final
+class _Items(Kind):
+    def read(self, obj: Any) -> Mapping[Any, Any]:
+        return obj  # type: ignore[no-any-return]
+
+    def identities(self, obj: Any) -> tuple[int, ...]:
+        return *map(id, obj), *map(id, obj.values())
+
+    def used(self, obj: Any) -> Iterable[Any]:
+        return *obj, *obj.values()
+
+    def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
+        for key in removed:
+            obj.pop(key, None)
+        obj.update(members) if type(obj) is not collections.Counter else dict.update(obj, members)
+
+
+@final
+class _Attributes(Kind):
+    def read(self, obj: Any) -> Mapping[Any, Any]:
+        members: dict[str, Any] = vars(obj)
+        return members
+
+    def identities(self, obj: Any) -> tuple[int, ...] | None:
+        members = vars(obj)
+        return id(type(obj)), *map(id, members), *map(id, members.values())
+
+    def used(self, obj: Any) -> Iterable[Any]:
+        return type(obj), *vars(obj), *vars(obj).values()
+
+    def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
+        for key in removed:
+            vars(obj).pop(key, None)
+        vars(obj).update(members)
+
+
+@final
+class _Class(Kind):
+    def read(self, obj: Any) -> Mapping[Any, Any]:
+        if isinstance(obj, enum.EnumMeta):
+            return {}
+        return {key: value for key, value in vars(obj).items() if key not in NOT_STATE}
+
+    def identities(self, obj: Any) -> tuple[int, ...] | None:
+        members = vars(obj)
+        return *map(id, obj.__bases__), *map(id, members), *map(id, members.values())
+
+    def used(self, obj: Any) -> Iterable[Any]:
+        members = self.read(obj)
+        return *obj.__bases__, *members, *members.values()
+
+    def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
+        for key in removed:
+            if key in vars(obj):
+                delattr(obj, key)
+        for key, value in members.items():
+            setattr(obj, key, value)
+
+
+@final
+class _Function(Kind):
+    def read(self, obj: Any) -> Mapping[Any, Any]:
+        own = {"__code__": obj.__code__}
+        if obj.__defaults__ is not None:
+            own["__defaults__"] = obj.__defaults__
+        if obj.__kwdefaults__ is not None:
+            own["__kwdefaults__"] = tuple(obj.__kwdefaults__.items())
+        return own | obj.__dict__ if obj.__dict__ else own
+
+    def identities(self, obj: Any) -> tuple[int, ...] | None:
+        if obj.__kwdefaults__ is not None:
+            return None
+        own = _ITEMS.identities(obj.__dict__)
+        return id(obj.__code__), id(obj.__defaults__), *map(id, obj.__closure__ or ()), *own
+
+    def used(self, obj: Any) -> Iterable[Any]:
+        own = obj.__code__, obj.__defaults__, *(obj.__closure__ or ()), *_ITEMS.used(obj.__dict__)
+        return own if are_of_library(obj.__globals__) else (*own, obj.__globals__)
+
+    def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
+        for key in removed:
+            setattr(obj, key, None) if key in ("__defaults__", "__kwdefaults__") else obj.__dict__.pop(key, None)
+        for key, value in members.items():
+            setattr(obj, key, dict(value) if key == "__kwdefaults__" else value)
+
+
+@final
+class _Cell(Kind):
+    def read(self, obj: Any) -> Mapping[Any, Any]:
+        return {CONTENT: obj.cell_contents} if is_filled(obj) else {}
+
+    def identities(self, obj: Any) -> tuple[int, ...] | None:
+        return (id(obj.cell_contents),) if is_filled(obj) else ()
+
+    def used(self, obj: Any) -> Iterable[Any]:
+        return self.read(obj).values()
+
+    def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
+        if removed and is_filled(obj):
+            del obj.cell_contents
+        if members:
+            obj.cell_contents = members[CONTENT]
+
+
+@final
+class Namespace(Kind):
+    """The globals of functions of one module.
+
+    In the main program the object is the dict of globals, in a child a module of its own.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()  # those that functions use
+        self.is_whole = False  # the module itself is used: all that can be sent
+
+    def read(self, obj: Any) -> Mapping[Any, Any]:
+        if self.is_whole:
+            return {key: value for key, value in obj.items() if key not in NOT_STATE}
+        return {key: obj[key] for key in self.names if key in obj}
+
+    def identities(self, obj: Any) -> tuple[int, ...] | None:
+        return _ITEMS.identities(self.read(obj))
+
+    def used(self, obj: Any) -> Iterable[Any]:
+        return _ITEMS.used(self.read(obj))
+
+    def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
+        _ATTRIBUTES.write(obj, members, removed, replica)
+
+
+class _Whole(Kind):
+    """An object with one member, its content."""
+
+    def tokens(self, obj: Any, token: Callable[[Any], Token]) -> dict[Any, Token]:
+        return {CONTENT: token(self.content(obj))}
+
+    def read(self, obj: Any) -> Mapping[Any, Any]:
+        return {CONTENT: self.content(obj)}
+
+    def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
+        if members:
+            self.replace(obj, members[CONTENT], replica)
+
+    def content(self, obj: Any) -> Any:
+        raise NotImplementedError
+
+    def replace(self, obj: Any, content: Any, replica: int) -> None:
+        raise NotImplementedError
+
+
+@final
+class _Sequence(_Whole):
+    def content(self, obj: Any) -> Any:
+        return tuple(obj)
+
+    def identities(self, obj: Any) -> tuple[int, ...] | None:
+        return tuple(map(id, obj))
+
+    def used(self, obj: Any) -> Iterable[Any]:
+        return obj  # type: ignore[no-any-return]
+
+    def replace(self, obj: Any, content: Any, replica: int) -> None:
+        obj.clear()
+        obj.extend(content)
+
+
+@final
+class _Set(_Whole):
+    def content(self, obj: Any) -> Any:
+        return frozenset(obj)
+
+    def identities(self, obj: Any) -> tuple[int, ...] | None:
+        return tuple(map(id, obj))
+
+    def used(self, obj: Any) -> Iterable[Any]:
+        return obj  # type: ignore[no-any-return]
+
+    def replace(self, obj: Any, content: Any, replica: int) -> None:
+        obj.clear()
+        obj.update(content)
+
+
+@final
+class _Bytes(_Whole):
+    def content(self, obj: Any) -> Any:
+        return bytes(obj)
+
+    def replace(self, obj: Any, content: Any, replica: int) -> None:
+        obj[:] = content
+
+
+@final
+class _Tensor(_Whole):
+    def tokens(self, obj: Any, token: Callable[[Any], Token]) -> dict[Any, Token]:
+        # The version counter does not see what is written through `.data` or through numpy.
+        flat = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        version = None if obj.is_inference() else _torch.version_of(obj)
+        return {
+            CONTENT: (obj.dtype, obj.shape, obj.stride(), obj.requires_grad, version, zlib.crc32(flat.data)),
+        }
+
+    def content(self, obj: Any) -> Any:
+        return obj.detach().clone().requires_grad_(obj.requires_grad)
+
+    def replace(self, obj: Any, content: Any, replica: int) -> None:
+        if (obj.shape, obj.dtype, obj.stride()) == (content.shape, content.dtype, content.stride()):
+            obj.detach().copy_(content.detach())  # views of it see it too
+        else:
+            obj.data = content.detach()
+        obj.requires_grad_(content.requires_grad)
+
+
+@final
+class _Array(_Whole):
+    def tokens(self, obj: Any, token: Callable[[Any], Token]) -> dict[Any, Token]:
+        flat = np.ascontiguousarray(obj).reshape(-1).view(np.uint8)
+        return {CONTENT: (obj.dtype, obj.shape, obj.strides, obj.flags.writeable, zlib.crc32(flat.data))}
+
+    def content(self, obj: Any) -> Any:
+        return obj.copy()
+
+    def replace(self, obj: Any, content: Any, replica: int) -> None:
+        if (obj.shape, obj.dtype) != (content.shape, content.dtype):
+            raise StrategyError(
+                f"an array of shape {obj.shape} that replicas have was given the shape {content.shape} in place; make "
+                f"a new array"
+            )
+        obj.flags.writeable = True
+        obj[...] = content
+        obj.flags.writeable = content.flags.writeable
+
+
+class _Random(_Whole):
+    """A generator of random numbers: each replica draws its own, reproducibly; replica 0 what one device would."""
+
+    is_seeded = True
+
+    def replace(self, obj: Any, content: Any, replica: int) -> None:
+        self.seed(obj, zlib.crc32(content) + _SEED_STEP * replica)
+
+    def seed(self, obj: Any, seed: int) -> None:
+        raise NotImplementedError
+
+
+@final
+class _TorchRandom(_Random):
+    def content(self, obj: Any) -> Any:
+        return obj.get_state().numpy().tobytes()
+
+    def seed(self, obj: Any, seed: int) -> None:
+        obj.manual_seed(seed)
+
+    def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
+        if _STATE in members:
+            obj.set_state(torch.frombuffer(bytearray(members[_STATE]), dtype=torch.uint8))
+        else:
+            super().write(obj, members, removed, replica)
+
+
+@final
+class _GivenRandom(Kind):
+    """A generator that the program has made for one replica: it goes on where it was."""
+
+    def read(self, obj: Any) -> Mapping[Any, Any]:
+        return {_STATE: obj.get_state().numpy().tobytes()}
+
+
+@final
+class _NumpyRandom(_Random):
+    def content(self, obj: Any) -> Any:
+        return repr(obj.bit_generator.state).encode()
+
+    def seed(self, obj: Any, seed: int) -> None:
+        obj.bit_generator.state = type(obj.bit_generator)(seed).state
+
+
+@final
+class _PythonRandom(_Random):
+    def content(self, obj: Any) -> Any:
+        return repr(obj.getstate()).encode()
+
+    def seed(self, obj: Any, seed: int) -> None:
+        obj.seed(seed)
+
+
+@final
+class Module(Kind):
+    """A distributed module: its attributes and hooks; not its parts, nor what the library puts on it."""
+
+    leaves_out = True
+
+    def read(self, obj: Any) -> Mapping[Any, Any]:
+        own = {key: value for key, value in vars(obj).items() if key not in _NOT_OF_MODULE}
+        if vars(obj)[_torch.MODULE_HOOKS[0]]:
+            # Hooks before a call may compute a weight (pruning, old norms): each replica has its own.
+            own = {key: value for key, value in own.items() if getattr(value, "grad_fn", None) is None}
+        own |= {kind: _own_hooks(obj, kind) for kind in _torch.MODULE_HOOKS if vars(obj)[kind]}
+        return own
+
+    def identities(self, obj: Any) -> tuple[int, ...] | None:
+        members = vars(obj)
+        if any(map(members.get, _torch.MODULE_HOOKS)):
+            return None
+        return *map(id, members), *map(id, members.values())
+
+    def used(self, obj: Any) -> Iterable[Any]:
+        members = self.read(obj)
+        return *members, *members.values()
+
+    def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
+        _put_members(obj, members, removed)
+
+
+@final
+class _Optimizer(Kind):
+    """A distributed optimizer of the program's own: what it has besides what every optimizer has."""
+
+    leaves_out = True
+
+    def read(self, obj: Any) -> Mapping[Any, Any]:
+        return {key: value for key, value in vars(obj).items() if key not in _OF_EVERY_OPTIMIZER}
+
+    def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
+        _ATTRIBUTES.write(obj, members, removed, replica)
+
+
+@final
+class _OthersModule(Kind):
+    """A module or another distributed object whose members somebody else knows, besides plain ones."""
+
+    def read(self, obj: Any) -> Mapping[Any, Any]:
+        return {
+            key: value
+            for key, value in getattr(obj, "__dict__", _NOTHING).items()
+            if (type(value) in PLAIN or _is_plain_sequence(value)) and key not in _NOT_OF_MODULE
+        } | (
+            {kind: _own_hooks(obj, kind) for kind in _torch.MODULE_HOOKS if vars(obj)[kind]}
+            if isinstance(obj, torch.nn.Module)
+            else {}
+        )
+
+    def tokens(self, obj: Any, token: Callable[[Any], Token]) -> dict[Any, Token]:
+        return {key: token(tuple(value) if type(value) is list else value) for key, value in self.read(obj).items()}
+
+    def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
+        _put_members(obj, members, removed)
+
+
+def _is_plain_sequence(value: Any) -> bool:
+    return type(value) in (list, tuple) and all(type(each) in PLAIN for each in value)
+
+
+def _put_members(obj: Any, members: Mapping[Any, Any], removed: Iterable[Any]) -> None:
+    for key in removed:
+        if key in _torch.MODULE_HOOKS:
+            _put_hooks(obj, key, ())
+        else:
+            vars(obj).pop(key, None)
+    for key, value in members.items():
+        if key in _torch.MODULE_HOOKS:
+            _put_hooks(obj, key, value)
+        else:
+            vars(obj)[key] = value
+
+
+def _own_hooks(module: torch.nn.Module, kind: str) -> tuple[tuple[int, Any], ...]:
+    """The program's hooks of a module by number; the library's are those of its process."""
+    return tuple((number, hook) for number, hook in vars(module)[kind].items() if not _is_of_library(module, number))
+
+
+def _is_of_library(module: torch.nn.Module, number: int) -> bool:
+    # Some of the dicts hold the functions, others only say how those are called.
+    found = [vars(module)[kind].get(number) for kind in _torch.MODULE_HOOKS]
+    return any((getattr(each, "__module__", None) or "").startswith("stratagem.") for each in found)
+
+
+def _put_hooks(module: torch.nn.Module, kind: str, hooks: Sequence[tuple[int, Any]]) -> None:
+    """Puts the program's hooks in the place of those that a module has."""
+    # The same dict: handles that remove a hook know it.
+    own = vars(module)[kind]
+    kept = [each for number, each in own.items() if _is_of_library(module, number)]
+    own.clear()
+    own.update(hooks)
+    # A hook that the function registers here must not take the place of one of these.
+    RemovableHandle.next_id = max(RemovableHandle.next_id, *(number + 1 for number in own), 0)
+    for each in kept:
+        own[RemovableHandle.next_id] = each
+        RemovableHandle.next_id += 1
+
+
+_SEED_STEP = 1_000_003
+_STATE = "state"  # the key of a state that is not made into one of its own
+_NOTHING: Mapping[str, Any] = {}
+_NOT_OF_MODULE = frozenset(
+    {
+        *_torch.MODULE_PARTS,
+        *_torch.MODULE_HOOKS,
+        "training",  # `state_diff` compares it between machines too
+        "_non_persistent_buffers_set",
+        *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    }
+)
+NOT_STATE = frozenset(
+    {
+        *("__annotations__", "__dataclass_fields__", "__dataclass_params__", "__dict__", "__doc__", "__module__"),
+        *("__orig_bases__", "__parameters__", "__weakref__", "_abc_impl", "__static_attributes__", "__firstlineno__"),
+        *("__builtins__", "__spec__", "__loader__", "__cached__", "__file__", "__slotnames__"),
+    }
+)
+"""What definitions have besides members that a program sets."""
+
+
+class _BareOptimizer(torch.optim.Optimizer):
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Nothing: torch's own imports its compiler, 800 modules that a child has no other use for."""
+
+
+_OF_EVERY_OPTIMIZER = frozenset(
+    # Those of torch, the marks of its schedulers, and methods that are replaced.
+    {*vars(_BareOptimizer([torch.zeros(1)], {})), *_torch.OPTIMIZER_MARKS, *_torch.OPTIMIZER_METHODS}
+)
+
+_ATTRIBUTES, _TENSOR, _ARRAY, _CLASS, _MODULE, _OPTIMIZER, _OTHERS = (
+    *(_Attributes(), _Tensor(), _Array(), _Class(), Module(), _Optimizer(), _OthersModule()),
+)
+_ITEMS, _SEQUENCE = _Items(), _Sequence()
+GIVEN_RANDOM: Final = _GivenRandom()
+"""The kind of a `torch.Generator` in a `PerReplica`."""
+
+_BY_TYPE: dict[type, Kind] = {
+    dict: _ITEMS,
+    collections.OrderedDict: _ITEMS,
+    collections.Counter: _ITEMS,
+    collections.defaultdict: _ITEMS,
+    list: _SEQUENCE,
+    collections.deque: _SEQUENCE,
+    set: _Set(),
+    bytearray: _Bytes(),
+    types.FunctionType: _Function(),
+    types.CellType: _Cell(),
+    types.ModuleType: Namespace(),
+    torch.Generator: _TorchRandom(),
+    np.random.Generator: _NumpyRandom(),
+    random.Random: _PythonRandom(),
+}
+
+
+def kind_of(obj: Any) -> Kind | None:
+    """The kind of an object that can change; `None` if it can only be sent inside the one that holds it."""
+    found = _BY_TYPE.get(type(obj))
+    if found is not None:
+        return found
+    if isinstance(obj, torch.Tensor):
+        return _TENSOR if _is_ordinary(obj) else None
+    if type(obj) is np.ndarray:
+        return None if obj.dtype.hasobject else _ARRAY
+    if isinstance(obj, type):
+        return _CLASS
+    return _ATTRIBUTES if _is_only_its_dict(obj) else None
+
+
+def kind_of_distributed(obj: Any) -> Kind | None:
+    """The kind of a distributed object; `None` where all that matters is found elsewhere."""
+    if isinstance(obj, torch.Tensor | torch.amp.GradScaler):
+        return None
+    if isinstance(obj, torch.optim.Optimizer):
+        return None if type(obj).__module__.startswith("torch.") else _OPTIMIZER
+    if isinstance(obj, torch.nn.Module) and not isinstance(obj, tuple(kept_elsewhere)) and _is_only_its_dict(obj):
+        return _MODULE
+    return _OTHERS
+
+
+_WRAPPERS: dict[Any, tuple[str, ...]] = {
+    types.MethodType: ("__func__", "__self__"),
+    types.BuiltinFunctionType: ("__self__", "__name__"),
+    functools.partial: ("__class__", "func", "args", "keywords", "__dict__"),
+    property: ("__class__", "fget", "fset", "fdel"),
+    staticmethod: ("__class__", "__func__"),
+    classmethod: ("__class__", "__func__"),
+    types.GetSetDescriptorType: (),
+    types.MemberDescriptorType: (),
+    types.WrapperDescriptorType: (),
+    enum.Enum: (),
+}
+
+
+def are_of_library(content: dict[str, Any]) -> bool:
+    """Whether globals are those of an installed module: a decorator's (`contextlib.contextmanager`), say."""
+    module = sys.modules.get(content.get("__name__", ""))
+    if module is None or vars(module) is not content or module.__name__ == "__main__":
+        return False
+    return not travels_by_value(module)
+
+
+def parts_of(value: Any) -> Sequence[Any] | None:
+    """What a value is made of that itself does not change: a tuple, a bound method; `None` if it is not such a one."""
+    if isinstance(value, tuple) or type(value) is frozenset:
+        return tuple(value)
+    for kind, attributes in _WRAPPERS.items():
+        if isinstance(value, kind):
+            return [getattr(value, name) for name in attributes]
+    return None
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether nothing is known of a value but how it travels."""
+    is_known = type(value) in FIXED or isinstance(value, type | types.ModuleType)
+    return not is_known and kind_of(value) is None and parts_of(value) is None
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+        return False
+    return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+_USUAL_STATE = [getattr(each, "__getstate__", None) for each in (object, torch.nn.Module)]
+
+
+class _Plain:
+    """An object with a `__dict__` and nothing else."""
+
+
+def _is_only_its_dict(value: Any) -> bool:
+    """Whether all that an object is stands in its `__dict__`: no slots, nothing in C, no way of its own to travel."""
+    kind: Any = type(value)
+    return _has_only_a_dict(kind) and hasattr(value, "__dict__")
+
+
+def _has_only_a_dict(kind: Any) -> bool:
+    return bool(
+        kind.__basicsize__ == _Plain.__basicsize__
+        and kind.__itemsize__ == 0
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and getattr(kind, "__getstate__", None) in _USUAL_STATE
+        and not hasattr(kind, "__getnewargs__")
+        and not hasattr(kind, "__getnewargs_ex__")
+        and kind not in copyreg.dispatch_table
+    )

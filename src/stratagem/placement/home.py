@@ -1,0 +1,76 @@
+"""Makes a device the home of a thread, or of the whole process: tensors that nobody has placed are there.
+
+A replica is at home on its device, for each run in the main program, for life in a child. Where a program has set a
+limit that the kernel does not hold, what is at home is counted; elsewhere this costs nothing.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from stratagem import _tree
+from stratagem.devices import serving, usage
+from stratagem.devices.device import LogicalDevice
+from stratagem.placement import presence, residence, scopes
+from stratagem.placement.residence import Home
+
+
+@contextlib.contextmanager
+def at_home(device: LogicalDevice, replica: int | None = None) -> Iterator[None]:
+    """For the time of a block, in the main program: it has other memory too, so that what is the device's is counted.
+
+    Args:
+        device: The device; of an accelerator, torch's allocator holds the limit.
+        replica: Which replica computes in the block.
+    """
+    on_host = device.torch_device.type == "cpu"
+    before = residence.move_home(Home(device, replica, counts=device.is_limit_given and on_host))
+    try:
+        presence.update()
+        with contextlib.nullcontext() if on_host else serving.limited_accelerator(device):
+            yield
+    finally:
+        if (place := residence.counting_home()) is not None:
+            usage.count(device.name, device.memory_limit_bytes, place.used_bytes, place.peak_bytes)
+        residence.move_home(before)
+        presence.update()
+
+
+def stay_at(device: LogicalDevice, replica: int) -> None:
+    """For life, in a child: the kernel holds its limit."""
+    residence.stay_at(Home(device, replica))
+    serving.serve_for_life(device)
+
+
+def compute(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], variables: Iterable[torch.Tensor]
+) -> Any:
+    """Calls a function of the program; what it is given and the variables that it uses count.
+
+    What it made and returns does not count any more; what was there before, as variables are, stays on the device.
+
+    A replica is in none of the scopes around the run: they would move the one in the main program only.
+
+    Raises:
+        OutOfMemoryError: They do not fit.
+    """
+    place = residence.counting_home()
+    if place is None:
+        with scopes.placing(), _scopes_of_replica():
+            return function(*args, **kwargs)
+    for each in variables:
+        place.settle(each, torch.nn.Parameter)
+    begin = residence.next_mark()
+    given = [each for each in _tree.leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    with place.reserved(given, torch.Tensor.to):
+        with scopes.placing(), _scopes_of_replica():
+            result = function(*args, **kwargs)
+        returned = [each for each in _tree.leaves(result) if isinstance(each, torch.Tensor)]
+        residence.release((each for each in returned if not isinstance(each, torch.nn.Parameter)), since=begin)
+    return result
+
+
+def _scopes_of_replica() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if residence.replica() is None else scopes.outside()
