@@ -14,8 +14,13 @@ from stratagem.devices.serving import limited_accelerator
 from tests.fakes import GIB, FakeTorchCuda
 
 
-def test_process_shows_its_devices_and_a_fork_does_not(inventory: Inventory) -> None:
+def test_process_shows_its_devices_and_a_fork_does_not(
+    inventory: Inventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = os.dup(0)  # a lower number than that of what is shown: it serves the listing of descriptors, and is closed
+    monkeypatch.setattr(usage, "_this", usage._Told())
     with usage.shown("/device:GPU:5", 64, 0):
+        os.close(free)
         (own,) = [each for each in usage.of_this_machine() if each.pid == os.getpid()]
         assert (own.device, own.program, own.limit_bytes) == ("/device:GPU:5", os.getpid(), 64)
         assert own.memory_bytes is not None
@@ -26,6 +31,7 @@ def test_process_shows_its_devices_and_a_fork_does_not(inventory: Inventory) -> 
             os._exit(any(each.pid == os.getpid() for each in usage.of_this_machine()))
         assert os.waitpid(pid, 0)[1] == 0
     assert usage.of_this_program("/device:GPU:5") is None
+    os.close(usage._this.descriptor)
 
 
 def test_nvidias_library_tells_of_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,13 +135,21 @@ def _of_process(folder: Path) -> Iterator[Usage]:
     # It may be another user's, or end at any moment.
     with contextlib.suppress(OSError, ValueError, KeyError):
         for entry in (folder / "fd").iterdir():
-            if os.readlink(entry) == _LINK:
+            if _link_of(entry) == _LINK:
                 said = json.loads(entry.read_bytes())
                 if said["pid"] == int(folder.name):
                     held = Host().memory_of(said["pid"])
                     for device, row in said["devices"].items():
                         yield _usage(device, row, said, held)
                 return
+
+
+def _link_of(entry: Path) -> str | None:
+    """Where a descriptor leads; `None` if it is closed, as the one that listed a process' own is by now."""
+    try:
+        return os.readlink(entry)
+    except OSError:
+        return None
 
 
 def _usage(device: str, row: dict[str, int | None], said: dict[str, Any], held: tuple[int, int] | None) -> Usage:
