@@ -1,6 +1,5 @@
 """Devices hold everywhere: limits, names, logs, settings and prints are those of each replica's own device."""
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +12,6 @@ from torch.overrides import _len_torch_function_stack
 import stratagem as sg
 from stratagem.devices.device import MIB
 from stratagem.devices.inventory import Inventory
-from stratagem.placement import presence, residence
 
 LIMIT = 256  # MiB
 TWO = ["gpu:0", "gpu:1"]
@@ -26,6 +24,7 @@ STRATEGIES: dict[str, Callable[[], sg.Strategy]] = {
     "local sgd 2": lambda: sg.LocalSGDStrategy(2, devices=TWO),
 }
 SELDOM = ("mirrored 1", "central 2", "mirrored 2 torch", "local sgd 2")
+kept: list[torch.Tensor] = []
 
 
 @pytest.fixture(
@@ -36,10 +35,6 @@ def strategy(inventory: Inventory, request: pytest.FixtureRequest) -> Iterator[s
     inventory.simulate("GPU", 2, memory_limit=LIMIT)
     with STRATEGIES[request.param]() as made:
         yield made
-    gc.collect()
-    if request.param in SELDOM:  # among many other tests something may still hold tensors of the step
-        residence.release([each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)])
-    presence.update()  # the last tensor may have ended in a thread that has no mode
     assert _len_torch_function_stack() == 0
     inventory.simulate("GPU", 1)  # the configuration is free again
 
@@ -70,6 +65,7 @@ def test_limits_hold_and_names_are_those_of_each_replica(strategy: sg.Strategy) 
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
+        kept.append(loss.detach() + 1)  # nothing of a strategy that is closed counts, whoever still has it
         return loss.detach(), sg.device_of(model.weight).name, sg.device_of(loss).name, sg.device_of(x).name
 
     for _ in range(3):
@@ -92,6 +88,24 @@ def test_limits_hold_and_names_are_those_of_each_replica(strategy: sg.Strategy) 
 
     with pytest.raises(sg.OutOfMemoryError, match=rf"GPU:\d.* 381.5 MiB.* its limit is {LIMIT} MiB"):
         use_large_model(strategy)
+
+
+def test_what_a_closed_strategy_made_does_not_count(inventory: Inventory) -> None:
+    inventory.simulate("GPU", 1, memory_limit=LIMIT)
+    with sg.OneDeviceStrategy("gpu:0") as first, sg.OneDeviceStrategy("gpu:0") as second:
+        kept = [torch.ones(1)]
+        first.run(lambda: kept.append(torch.ones(MIB // 4)))
+        second.run(lambda: kept.append(torch.ones(MIB // 2)))
+        assert sg.config.get_memory_info("gpu:0")["current"] == 3 * MIB
+        first.close()
+        assert sg.config.get_memory_info("gpu:0")["current"] == 2 * MIB
+        assert [sg.device_of(each).name for each in kept] == ["/device:CPU:0", "/device:CPU:0", "/device:GPU:0"]
+        with sg.device("/gpu:0"):
+            placed = kept[1] + 1  # where its storage was marked before
+            assert sg.device_of(placed).name == "/device:GPU:0"
+        del placed
+    assert _len_torch_function_stack() == 0
+    assert kept[2].sum() == MIB // 2
 
 
 def use_large_model(strategy: sg.Strategy) -> None:

@@ -27,6 +27,7 @@ from stratagem.engine.machines import Alone, Workers
 from stratagem.engine.replica import Replica
 from stratagem.errors import StrategyError, in_words
 from stratagem.objects.tracking import Tracker
+from stratagem.placement.residence import Tenant
 from stratagem.processes.group import ChildGroup
 from stratagem.processes.losses import STOP_GRACE_S, Fatal, raise_first
 from stratagem.processes.registry import Registry
@@ -66,6 +67,8 @@ class Driver(Receivers, ABC):
         self._name = type(owner).__name__
         self._process = os.getpid()
         self._started = contextlib.ExitStack()  # what lasts until the end
+        self.tenant = Tenant()
+        self._started.callback(self.tenant.end)
         self.turn = Turn()
         _open.add(self)
         backward.install()

@@ -384,7 +384,7 @@ class LocalReplicas(Driver):
         try:
             pinning = pinned(self._devices[0]) if len(self._devices) > 1 else contextlib.nullcontext()
             numbers = self._random_numbers.of_replica(call.seed)
-            with interrupts.allowed(), pinning, numbers, at_home(self._devices[0], own.global_rank):
+            with interrupts.allowed(), pinning, numbers, at_home(self._devices[0], self.tenant, own.global_rank):
                 return None, own.run(call, function, per_replica.select(args, 0), per_replica.select(kwargs, 0))
         except PeerAborted:
             return None, None

@@ -28,7 +28,7 @@ from stratagem.engine.context import ReplicaContext
 from stratagem.engine.recipe import Call, Exchange, Recipe, Step
 from stratagem.errors import StrategyError
 from stratagem.objects import new_parts, per_replica
-from stratagem.placement import home, residence, scopes
+from stratagem.placement import home, scopes
 from stratagem.processes.allocator import give_back
 from stratagem.processes.numbered import numbered
 from stratagem.processes.region import Region
@@ -123,7 +123,6 @@ class Replica:
         """Gives the memory up; tensors that are still used keep theirs."""
         if self in context.open_runtimes:
             context.open_runtimes.remove(self)
-        residence.release(self._variables())
         self.copies.close()
 
     # Distributed objects

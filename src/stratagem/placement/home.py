@@ -14,19 +14,20 @@ from stratagem import _tree
 from stratagem.devices import serving, usage
 from stratagem.devices.device import LogicalDevice
 from stratagem.placement import presence, residence, scopes
-from stratagem.placement.residence import Home
+from stratagem.placement.residence import Home, Tenant
 
 
 @contextlib.contextmanager
-def at_home(device: LogicalDevice, replica: int | None = None) -> Iterator[None]:
+def at_home(device: LogicalDevice, tenant: Tenant, replica: int | None = None) -> Iterator[None]:
     """For the time of a block, in the main program: it has other memory too, so that what is the device's is counted.
 
     Args:
         device: The device; of an accelerator, torch's allocator holds the limit.
-        replica: Which replica computes in the block.
+        tenant: Who computes in the block.
+        replica: As which replica.
     """
     on_host = device.torch_device.type == "cpu"
-    before = residence.move_home(Home(device, replica, counts=device.is_limit_given and on_host))
+    before = residence.move_home(Home(device, replica, counts=device.is_limit_given and on_host, tenant=tenant))
     try:
         presence.update()
         with contextlib.nullcontext() if on_host else serving.limited_accelerator(device):

@@ -62,12 +62,14 @@ class ResidencePlace:
         if not self.tracked or tensor.device != self.torch_device:
             return
         storage = storage_of(tensor)
-        if storage is None or getattr(storage, _MARK, None) is not None:
+        if storage is None or _mark_on(storage) is not None:
             return
         num_bytes = storage.nbytes()
         if self.used_bytes + num_bytes > self._limit_bytes:
             self.refuse(tensor, maker, num_bytes)
-        setattr(storage, _MARK, _Mark(self, _Resident(num_bytes, maker, tensor.shape, tensor.dtype)))
+        tenant = home.tenant if (home := self._places.here().home) is not None else None
+        resident = _Resident(num_bytes, maker, tensor.shape, tensor.dtype, tenant)
+        setattr(storage, _MARK, _Mark(self, resident))
 
     def require_room(self, tensor: torch.Tensor, maker: Callable[..., Any]) -> None:
         """Refuses a copy of a tensor that would not fit."""
@@ -123,10 +125,34 @@ class ResidencePlace:
         self._take(resident.num_bytes)
 
     def leave(self, mark: "_Mark") -> None:
-        self.used_bytes -= self._residents.pop(id(mark)).num_bytes
+        if id(mark) in self._residents:
+            self._remove([id(mark)])
+
+    def vacate(self, tenant: "Tenant") -> None:
+        """Lets go of what counts here for a tenant, whoever still has it."""
+        if own := [key for key, each in self._residents.items() if each.tenant is tenant]:
+            self._remove(own)
+
+    def _remove(self, keys: Iterable[int]) -> None:
+        self.used_bytes -= sum(self._residents.pop(key).num_bytes for key in keys)
         if not self._residents:
             for each in _emptied:
                 each()
+
+
+@final
+class Tenant:
+    """Whoever computes on devices for a while, as a strategy does.
+
+    What came there for it is at home again when it has ended, also if something still holds it.
+    """
+
+    has_ended = False
+
+    def end(self) -> None:
+        self.has_ended = True
+        if _Current.places is not None:
+            _Current.places.vacate(self)
 
 
 class _Resident(NamedTuple):
@@ -136,16 +162,18 @@ class _Resident(NamedTuple):
     maker: Callable[..., Any]
     shape: torch.Size
     dtype: torch.dtype
+    tenant: Tenant | None
 
 
 @final
 class _Mark:
     """Says where a storage is, as long as it lives; torch keeps what is set on a storage for its whole life."""
 
-    __slots__ = ("number", "place")
+    __slots__ = ("number", "place", "tenant")
 
     def __init__(self, place: ResidencePlace, resident: _Resident) -> None:
         self.place = place
+        self.tenant = resident.tenant
         self.number = next_mark()
         place.enter(self, resident)
 
@@ -226,6 +254,11 @@ class Places:
         found = self.here().by_torch.get(tensor.device)
         return self.host if found is None else found
 
+    def vacate(self, tenant: Tenant) -> None:
+        """Lets go of what is on any of them for a tenant."""
+        for place in self._by_name.values():
+            place.vacate(tenant)
+
     @property
     def empty(self) -> bool:
         return all(place.empty for place in self._by_name.values())
@@ -252,11 +285,13 @@ class Home(NamedTuple):
         device: The device.
         replica: Which replica computes there; `None` outside of runs.
         counts: Whether what is on it is counted here, because a limit was set that nothing else holds.
+        tenant: For whom.
     """
 
     device: LogicalDevice
     replica: int | None = None
     counts: bool = False
+    tenant: Tenant | None = None
 
 
 class _Here(NamedTuple):
@@ -355,7 +390,7 @@ def release(tensors: Iterable[torch.Tensor], since: int = 0) -> None:
     """
     for tensor in tensors:
         storage = storage_of(tensor)
-        mark: _Mark | None = getattr(storage, _MARK, None)
+        mark = _mark_on(storage)
         if mark is not None and mark.number >= since:
             delattr(storage, _MARK)
 
@@ -425,7 +460,12 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def _mark_of(tensor: torch.Tensor) -> _Mark | None:
-    return getattr(storage_of(tensor), _MARK, None)
+    return _mark_on(storage_of(tensor))
+
+
+def _mark_on(storage: torch.UntypedStorage | None) -> _Mark | None:
+    mark: _Mark | None = getattr(storage, _MARK, None)
+    return None if mark is None or (mark.tenant is not None and mark.tenant.has_ended) else mark
 
 
 def _form(shape: torch.Size, dtype: torch.dtype) -> str:

@@ -19,6 +19,7 @@ from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
 from stratagem.placement import scopes
 from stratagem.placement.home import at_home, compute
+from stratagem.placement.residence import Tenant
 from stratagem.strategies.strategy import Strategy
 
 
@@ -27,6 +28,7 @@ class _Alone(Strategy):
 
     def __init__(self) -> None:
         self._closed_at: str | None = None
+        self._tenant = Tenant()
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -53,7 +55,7 @@ class _Alone(Strategy):
 
     def _at_home(self) -> contextlib.AbstractContextManager[None]:
         """A block of the replica, whose tensors are on the device."""
-        return at_home(self.devices[0], replica=0)
+        return at_home(self.devices[0], self._tenant, replica=0)
 
     def take(self, objects: Sequence[Any]) -> None:
         """Nothing needs to be distributed."""
@@ -94,6 +96,7 @@ class OneDeviceStrategy(_Alone):
         self._device = this_process().resolve(device)
         self._started = contextlib.ExitStack()
         self._started.enter_context(hosting(self._device))
+        self._started.callback(self._tenant.end)
         weakref.finalize(self, self._started.close)
 
     def close(self) -> None:
@@ -107,7 +110,7 @@ class OneDeviceStrategy(_Alone):
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Self]:
         """What is made inside is made on the device."""
-        with self._in_scope(), torch.device(self._device.torch_device), at_home(self._device):
+        with self._in_scope(), torch.device(self._device.torch_device), at_home(self._device, self._tenant):
             yield self
 
 

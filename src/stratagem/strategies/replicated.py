@@ -96,7 +96,10 @@ class Replicated(Strategy, Generic[D]):
             with self._replicas.in_turn("strategy.scope()"):
                 self._replicas.begin()
             home = self._variables_on()
-            with self._replicas.distribution.tracker.watch(), at_home(home) if home else contextlib.nullcontext():
+            with (
+                self._replicas.distribution.tracker.watch(),
+                at_home(home, self._replicas.tenant) if home else contextlib.nullcontext(),
+            ):
                 yield self
 
     def _variables_on(self) -> LogicalDevice | None:
