@@ -279,7 +279,7 @@ class Strategy(StaysHere, ABC):
     def no_sync(self) -> Iterator[None]:
         """Inside the block, backward passes only add up each replica's own gradients.
 
-        In the function of a run, or in the main program around runs:
+        In the function of a run, or in the main program around runs::
 
             for number, batch in enumerate(batches):
                 with strategy.no_sync() if number + 1 < len(batches) else contextlib.nullcontext():
