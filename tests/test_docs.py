@@ -59,6 +59,13 @@ def test_examples_in_docstrings_run(fork_server: None) -> None:
     assert sum(result.attempted for result in results.values()) > 20
 
 
+def test_every_public_name_has_an_example() -> None:
+    things = [(name, getattr(stratagem, name)) for name in stratagem.__all__ if name != "__version__"]
+    told = [(name, inspect.getdoc(thing) or "") for name, thing in things if not inspect.ismodule(thing)]
+    errors = {"OutOfMemoryError", "StratagemError"}
+    assert not [name for name, docstring in told if ">>> " not in docstring and name not in errors]
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_in_documents_exist(document: Path) -> None:
     text = document.read_text()

@@ -26,7 +26,13 @@ from stratagem.processes.numbered import plain
 
 
 class Strategy(StaysHere, ABC):
-    """Where variables live, and when replicas agree."""
+    """Where variables live, and when replicas agree.
+
+    Example:
+        >>> import stratagem as sg
+        >>> isinstance(sg.OneDeviceStrategy("cpu:0"), Strategy)
+        True
+    """
 
     @property
     @abstractmethod
