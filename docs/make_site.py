@@ -9,6 +9,7 @@ python docs/make_site.py [--output build/docs] [--serve [PORT]]
 import argparse
 import functools
 import http.server
+import json
 import re
 import shutil
 import subprocess
@@ -54,9 +55,10 @@ def gather(tree: Path) -> Path:
     for name in FOLDERS:
         (tree / name).symlink_to(ROOT / name)
     (pages / "notebooks").mkdir()
-    for notebook in sorted((ROOT / "examples").rglob("*.ipynb")):
-        text = notebook.read_text()
-        (pages / "notebooks" / notebook.name).write_text(re.sub(r"\]\(\.\./", "](../../examples/", text))
+    for notebook in sorted((ROOT / "examples").rglob("[!.]*.ipynb")):
+        content = json.loads(re.sub(r"\]\(\.\./", "](../../examples/", notebook.read_text()))
+        content["metadata"]["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}  # for lines with !
+        (pages / "notebooks" / notebook.name).write_text(json.dumps(content))
     return pages
 
 

@@ -225,7 +225,7 @@ def test_reference_has_every_environment_variable() -> None:
 
 def test_decisions_have_an_index() -> None:
     index = (ROOT / "docs/decisions/index.md").read_text()
-    rows = re.findall(r"^\| (\d{4}) \| \[[^]]+\]\((\S+\.md)\) \| \d{4}-\d\d-\d\d \| \S.* \|$", index, re.MULTILINE)
+    rows = re.findall(r"^\| (\d{4}) \| \[[^]]+\]\((\S+\.md)\) \| `\d{4}-\d\d-\d\d` \| \S.* \|$", index, re.MULTILINE)
     files = sorted(file.name for file in ROOT.glob("docs/decisions/0*.md"))
     assert [name for _, name in rows] == files
     assert [number for number, _ in rows] == [name[:4] for name in files]
