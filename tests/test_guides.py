@@ -1,15 +1,43 @@
-"""The guide to failures has a row for every error and warning, and says which built-in error each is."""
+"""The guides name what exists, and leave nothing out: names, options of strategies, errors and what else they are."""
 
 import inspect
 import re
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import stratagem as sg
 from stratagem import errors
 
-GUIDE = (Path(__file__).parents[1] / "docs/guides/when_something_fails.md").read_text()
+FOLDER = Path(__file__).parents[1] / "docs/guides"
+GUIDE = (FOLDER / "when_something_fails.md").read_text()
 # A name, perhaps with where it is found; then what else it is.
 ROWS = re.findall(r"^\| `(\w+)`(?: \([^|]*\))? \| ([^|]*) \|", GUIDE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", sorted(FOLDER.glob("*.md")), ids=lambda path: path.stem)
+def test_names_in_guides_exist(page: Path) -> None:
+    for name in set(re.findall(r"\bsg\.([A-Za-z_][\w.]*\w)", page.read_text())):
+        thing: Any = sg
+        for part in name.split("."):
+            thing = getattr(thing, part)
+
+
+@pytest.mark.parametrize(
+    ("kind", "page"),
+    [
+        (sg.MirroredStrategy, "custom_loops"),
+        (sg.MultiWorkerMirroredStrategy, "several_machines"),
+        (sg.RayCluster, "several_machines"),
+        (sg.LocalSGDStrategy, "local_sgd"),
+        (sg.estimator.RunConfig, "estimator"),
+        (sg.SessionConfig, "graphs_and_sessions"),
+    ],
+)
+def test_guides_name_every_option(kind: type, page: str) -> None:
+    text = (FOLDER / f"{page}.md").read_text()
+    assert not [name for name in inspect.signature(kind).parameters if not re.search(rf"`{name}\b", text)]
 
 
 def classes() -> dict[str, type[BaseException]]:
