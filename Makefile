@@ -47,7 +47,7 @@ test-busy: $(READY)  ## Run all tests five times while two processes burn both c
 	@$(RUN)/python -m tests.busy --repeat $(or $(REPEAT),5) -- $(PYTEST)
 
 test-docs: $(READY)  ## Run the code of all documents, and the notebooks: at most 6 minutes on two quiet cores
-	@$(PYTEST) --docs
+	@$(RUN)/pytest -n $(JOBS) --dist load --docs
 
 docs: $(DOCS_READY)  ## Build the site in build/docs/html; a warning or a dead link is a failure
 	@$(RUN)/python docs/make_site.py

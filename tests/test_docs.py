@@ -74,6 +74,16 @@ def test_paths_in_documents_exist(document: Path) -> None:
     assert not [path for path in links + paths if not path.exists()]
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_in_documents_exist(document: Path) -> None:
+    if document.name == "CHANGELOG.md":  # tells of names that are gone
+        return
+    for name in sorted(set(re.findall(r"\bsg\.([A-Za-z_][\w.]*\w)", document.read_text()))):
+        thing: object = stratagem
+        for part in name.split("."):
+            thing = getattr(thing, part)
+
+
 def test_architecture_lists_every_file_of_the_source() -> None:
     (tree,) = blocks((ROOT / "docs/architecture.md").read_text(), "")
     listed, folders = set(), {}

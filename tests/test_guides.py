@@ -3,7 +3,6 @@
 import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,14 +13,6 @@ FOLDER = Path(__file__).parents[1] / "docs/guides"
 GUIDE = (FOLDER / "when_something_fails.md").read_text()
 # A name, perhaps with where it is found; then what else it is.
 ROWS = re.findall(r"^\| `(\w+)`(?: \([^|]*\))? \| ([^|]*) \|", GUIDE, re.MULTILINE)
-
-
-@pytest.mark.parametrize("page", sorted(FOLDER.glob("*.md")), ids=lambda path: path.stem)
-def test_names_in_guides_exist(page: Path) -> None:
-    for name in set(re.findall(r"\bsg\.([A-Za-z_][\w.]*\w)", page.read_text())):
-        thing: Any = sg
-        for part in name.split("."):
-            thing = getattr(thing, part)
 
 
 @pytest.mark.parametrize(
