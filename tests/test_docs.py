@@ -84,6 +84,13 @@ def test_names_in_documents_exist(document: Path) -> None:
             thing = getattr(thing, part)
 
 
+def test_readme_of_the_examples_lists_every_one() -> None:
+    examples = ROOT / "examples"
+    files = {file for kind in ("py", "ipynb") for file in examples.glob(f"**/*.{kind}")}
+    listed = {examples / link for link in re.findall(r"\]\(([^)#:]+)\)", (examples / "README.md").read_text())}
+    assert files <= listed
+
+
 def test_architecture_lists_every_file_of_the_source() -> None:
     (tree,) = blocks((ROOT / "docs/architecture.md").read_text(), "")
     listed, folders = set(), {}
