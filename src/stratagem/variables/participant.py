@@ -125,3 +125,6 @@ class Located(Protocol):
 
     def own_part(self, tensor: torch.Tensor) -> tuple[int, int]:
         """The elements of a tensor that this replica updates."""
+
+    def sum_of(self, store: Store) -> torch.Tensor | None:
+        """The sums of the gradients of a store, flat, one after the other; `None` if they are not summed."""

@@ -183,6 +183,9 @@ class SharedCopies(Copies):
         first, last = max(0, start - placement.offset), min(placement.numel, end - placement.offset)
         return first, max(first, last)
 
+    def sum_of(self, store: Store) -> torch.Tensor | None:
+        return self._windows.sum_of(store)
+
     def shared_part(self, tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
         store, placement = self.find(tensor)
         return store.shared[placement.offset + first : placement.offset + last]

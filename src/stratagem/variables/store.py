@@ -119,6 +119,10 @@ class Store:
         self._homes = Homes(self.private, self.placements)
         self._tensors: list[Any] = []
 
+    def is_gap(self, first: int, last: int) -> bool:
+        """Whether between two elements lies only what aligns the second, and no other tensor."""
+        return 0 <= (last - first) * self.dtype.itemsize < _ALIGN_BYTES
+
     @property
     def tensors(self) -> list[torch.Tensor | None]:
         """The tensors that lie here; `None` for one that the program has dropped."""
