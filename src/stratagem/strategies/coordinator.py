@@ -380,8 +380,8 @@ class _Pass:
             batch = next(self._batches)
         except StopIteration:
             raise EndOfDataError(
-                f"worker {self._worker} has no more data in this pass, after {self._num_read} batches; iter(dataset) begins "
-                f"another pass, and data without end or fewer scheduled steps need none"
+                f"worker {self._worker} has no more data in this pass, after {self._num_read} batches; iter(dataset) "
+                f"begins another pass, and data without end or fewer scheduled steps need none"
             ) from None
         self._num_read += 1
         return batch
