@@ -288,6 +288,7 @@ def test_hugging_face_dataset_needs_a_batch_size():
 
 @pytest.fixture(scope="module")
 def real_examples():
+    pytest.importorskip("tqdm").tqdm.monitor_interval = 0  # it watches bars with a thread, which stays
     return pytest.importorskip("datasets").Dataset.from_dict({"x": [0.0, 1.0, 2.0]})
 
 
