@@ -13,6 +13,7 @@ import sys
 import traceback
 from typing import Any, final
 
+from stratagem import _integrations
 from stratagem._caller import calling_line
 from stratagem.devices.memory import named
 from stratagem.errors import ReplicaError
@@ -58,6 +59,7 @@ def serve(wire: Pipe, registry: Registry) -> None:
         registry: The distributed objects that this child holds.
     """
     _this_process.append(Child(wire, registry))
+    _integrations.serve()
     sys.stdout = _Relay(wire, "stdout")
     sys.stderr = _Relay(wire, "stderr")
     sys.breakpointhook = pdb.set_trace = _pass_over_breakpoint
@@ -66,6 +68,7 @@ def serve(wire: Pipe, registry: Registry) -> None:
         number += 1  # both ends count, so that an answer to an earlier call is known as such
         try:
             function, arguments = wire.receive()
+            _integrations.serve()
         except (EOFError, ConnectionResetError):
             return
         except Exception as error:  # what was sent cannot be built here
