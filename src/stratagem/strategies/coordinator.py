@@ -20,6 +20,7 @@ from stratagem.errors import EndOfDataError, StepCancelledError, StrategyError
 from stratagem.inputs import DistributedLoader, DistributedStream, InputContext
 from stratagem.objects import per_replica
 from stratagem.parameters.consistency import Synchronous
+from stratagem.placement import scopes
 from stratagem.strategies.parameter_server import ParameterServerStrategy
 
 _keys = itertools.count(1)
@@ -186,7 +187,7 @@ class ClusterCoordinator(StaysHere):
         """
         context.require_controller("ClusterCoordinator.schedule()")
         self.strategy.require_call(fn, args, kwargs)
-        with self._workers.in_turn("ClusterCoordinator.schedule()"):
+        with self._workers.in_turn("ClusterCoordinator.schedule()"), scopes.recording():
             return self._schedule(fn, args, kwargs)
 
     def _schedule(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> RemoteValue:
@@ -246,7 +247,7 @@ class ClusterCoordinator(StaysHere):
         """
         context.require_controller("ClusterCoordinator.create_per_worker_dataset()")
         dataset_fn = _function_for(dataset)
-        with self._workers.in_turn("ClusterCoordinator.create_per_worker_dataset()"):
+        with self._workers.in_turn("ClusterCoordinator.create_per_worker_dataset()"), scopes.recording():
             return self._create_per_worker_dataset(dataset_fn)
 
     def _create_per_worker_dataset(self, dataset_fn: Callable[..., Any]) -> PerWorkerDataset:
