@@ -160,6 +160,22 @@ def test_traced_step_trains_the_programs_model_in_another_task(cluster: tuple[li
     torch.testing.assert_close(models[1].weight, models[0].weight)
 
 
+def test_random_numbers_are_drawn_in_the_task_that_was_asked_for(cluster: tuple[list[TaskProcess], list[str]]) -> None:
+    with sg.Graph() as graph, sg.device("/job:worker/task:1/cpu:0"):
+        drawn = [torch.rand(20), torch.randint(99, (20,)), torch.randperm(20), torch.normal(0.0, 1.0, (20,))]
+        own = torch.rand(3, generator=torch.Generator()) + sg.constant(0.0)
+    with sg.Session(cluster[1][0], graph) as session:
+        for first, second in zip(session.run(drawn), session.run(drawn), strict=True):
+            assert not torch.equal(first, second)
+        with pytest.raises(
+            SessionError, match=r"RandomUniform_1 .* cannot travel .* it has an argument <torch\._C\.Generator"
+        ):
+            session.run(own)
+    assert {str(node.spec) for node in graph.nodes if node.type.startswith("Random")} == {
+        "/job:worker/task:1/device:CPU:0"
+    }
+
+
 def test_types_and_large_tensors_travel_whole(server: sg.Server) -> None:
     values = [
         torch.randn(3, 700_000),  # more than one piece

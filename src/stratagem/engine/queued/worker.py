@@ -27,6 +27,8 @@ from stratagem.parameters.local.own_writes import OwnWrites
 from stratagem.parameters.local.push import SharedUpdate, as_gradient, is_finite_gradient, note_staleness
 from stratagem.parameters.local.shared_variables import OTHER, Held, LocalVariables, SharedMemoryOfShards
 from stratagem.parameters.local.slot_memory import StateMemory
+from stratagem.placement import home, scopes
+from stratagem.placement.records import PlacementRecord
 from stratagem.processes.allocator import give_back
 from stratagem.processes.child import this_child
 from stratagem.variables import aggregation, buffers
@@ -79,11 +81,19 @@ class StepCall(NamedTuple):
 
 
 class StepAnswer(NamedTuple):
-    """What comes back from a step: the parameter whose gradient was not finite, whether it updated, its result."""
+    """What comes back from a step.
+
+    Args:
+        skipped: The parameter whose gradient was not finite.
+        updated: Whether it has made an update.
+        result: What the function returned.
+        placed: Where its operations ran, if somebody listens.
+    """
 
     skipped: str
     updated: bool
     result: Any
+    placed: Sequence[PlacementRecord] = ()
 
 
 @final
@@ -219,7 +229,7 @@ class WorkerRuntime:
         try:
             given_args = per_replica.load_deferred((args, kwargs))
             args, kwargs = per_replica.brought(given_args, self._device, computes_on=self._device)
-            result = _tree.map_only(torch.Tensor, _as_it_is_now, function(*args, **kwargs))
+            result = _tree.map_only(torch.Tensor, _as_it_is_now, home.compute(function, args, kwargs, ()))
             if parts is not None:
                 new_parts.refuse_new(given, parts)
             buffers.take_in(held)
@@ -272,6 +282,7 @@ class WorkerRuntime:
         _torch.mark_stepped(optimizer)
         return step_with_hooks(optimizer, functools.partial(self._push_gradients, optimizer, update, slots), closure)
 
+    @scopes.recording()
     def _push_gradients(self, optimizer: Any, update: SharedUpdate, slots: GradientSlots | None) -> None:
         parameters = parameters_of(optimizer)
         gradients = [None if each.grad is None else as_gradient(each.grad) for each in parameters]

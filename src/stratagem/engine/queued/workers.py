@@ -33,6 +33,7 @@ from stratagem.objects.tracking import Tracker
 from stratagem.parameters.consistency import Synchronous
 from stratagem.parameters.local.gradient_slots import PER_RUN, Round
 from stratagem.parameters.local.shared_variables import SharedMemoryOfShards
+from stratagem.placement import scopes
 from stratagem.processes.group import GroupMember
 from stratagem.processes.losses import SLICE_S, Replace
 
@@ -165,7 +166,7 @@ class ParameterWorkers(Driver):
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gives a step to a worker with room, or one to each where they share a step; waits for room only."""
-        with self.in_turn("strategy.run()"):
+        with self.in_turn("strategy.run()"), scopes.recording():
             return self._run(function, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -325,7 +326,7 @@ class ParameterWorkers(Driver):
     @contextlib.contextmanager
     def attending(self) -> Iterator[None]:
         """A block that waits for workers; errors of the library in it end the strategy."""
-        with self.in_turn("a wait for workers"):
+        with self.in_turn("a wait for workers"), scopes.recording():
             self.require_usable()
             try:
                 yield

@@ -35,7 +35,15 @@ _for_loop: list[None] = []  # blocks in which Keras makes metrics for its own lo
 
 @final
 class MetricState(torch.nn.Module):
-    """The variables of one metric, as a distributed object with buffers."""
+    """The variables of one metric, as a distributed object with buffers.
+
+    Args:
+        metric: What it is of, for messages.
+    """
+
+    def __init__(self, metric: str) -> None:
+        super().__init__()
+        self.metric = metric
 
     def hold(self, variable: Any) -> None:
         """Takes a variable; it stays the same object."""
@@ -79,7 +87,7 @@ def install() -> None:
         if context.state.scopes and not context.state.replicas and not _for_loop and variable._value is not None:
             if _HELD not in self.__dict__:
                 _watch_reads()
-                self.__dict__[_HELD] = MetricState()
+                self.__dict__[_HELD] = MetricState(type(self).__name__)
             self.__dict__[_HELD].hold(variable)
         return variable
 
