@@ -8,7 +8,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
@@ -20,6 +20,11 @@ from stratagem.collectives.collective import Collective
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
 from stratagem.objects.per_replica import PerReplica
+from stratagem.variables import aggregation
+from stratagem.variables.aggregation import Aggregation
+from stratagem.variables.copies import Copies
+from stratagem.variables.participant import Updating
+from stratagem.variables.store import OwnPart
 
 if TYPE_CHECKING:
     from stratagem.engine.replica import Replica
@@ -47,8 +52,23 @@ class OpenRuntime(Protocol):
         """The modules and other objects that have been given out."""
 
 
-class Contributing(Protocol):
+class Contributing(Updating, Protocol):
     """A replica whose gradients are summed with those of others."""
+
+    @property
+    def copies(self) -> Copies:
+        """Where its tensors lie."""
+
+    @property
+    def num_examples(self) -> float:
+        """How many rows of this step it has; 1 if nobody knows."""
+
+    @property
+    def first_with_examples(self) -> int:
+        """The first replica that has some."""
+
+    def sum_set_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Sums gradients that the program has set."""
 
     @property
     def all_counts(self) -> tuple[int, ...] | None:
@@ -124,6 +144,11 @@ class ReplicaContext:
     def share(self) -> float:
         """This replica's part of the rows of the global batch; 0 if it has none."""
         return self._share if self._replica is None else self._replica.share
+
+    @property
+    def num_examples(self) -> int:
+        """How many rows of the global batch this replica has; 1 if its batch has none, 0 if it trains alone."""
+        return 0 if self._replica is None else int(self._replica.num_examples)
 
     @property
     def loss_weight(self) -> float:
@@ -204,6 +229,54 @@ class ReplicaContext:
         if not callable(function):
             raise StrategyError(f"update calls a function that changes variables, got {type(function).__name__}")
         self._updating(function)
+
+    # What the library's own ways of training need
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether nobody's gradients are summed with those of this replica."""
+        return self._replica is None
+
+    def sum_set_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Makes gradients that the program has set those of the global batch; every replica must come here."""
+        if self._replica is not None:
+            self._replica.sum_set_gradients(parameters)
+
+    def may_update(self, parameters: Iterable[torch.Tensor], *, checked: bool) -> bool:
+        """Whether gradients are fit to be applied, the same in every replica; `checked` if they are known to be."""
+        return self._replica is None or self._replica.may_update(parameters, checked=checked)
+
+    def split_update(
+        self, parameters: Iterable[torch.Tensor], *, checked: bool
+    ) -> contextlib.AbstractContextManager[bool]:
+        """Around an update of which each replica does its own part; gives whether to make it."""
+        if self._replica is None:
+            return contextlib.nullcontext(True)
+        return self._replica.split_update(parameters, checked=checked)
+
+    def own_part(self, tensor: torch.Tensor) -> OwnPart | None:
+        """What this replica updates of a tensor for all; `None` if each updates the whole of its own.
+
+        Raises:
+            KeyError: The tensor is not distributed yet.
+        """
+        return None if self._replica is None else self._replica.copies.own_part(tensor)
+
+    def publish_written(self) -> None:
+        """Makes parameters that the step wrote to itself, the same in every replica, everyone's; all must come here."""
+        if self._replica is not None:
+            self._replica.publish_written()
+
+    def joined(self, how: Aggregation, before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+        """The value that all replicas have of a tensor; every one must come here.
+
+        Args:
+            how: How it is made of what each has.
+            before: What all had.
+            now: What this one has.
+        """
+        first = 0 if self._replica is None else self._replica.first_with_examples
+        return aggregation.joined(self._collective, how, before, now, self.share, first)
 
     def merge_call(
         self, function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -333,6 +406,16 @@ def before_read(module: torch.nn.Module, *_: Any) -> None:
 def has_strategy() -> bool:
     """Whether the code runs inside the scope of a strategy, or in one of its replicas."""
     return bool(state.scopes or state.replicas)
+
+
+def current_scope() -> Any | None:
+    """The strategy whose scope the code is in, the innermost of several; `None` outside."""
+    return state.scopes[-1] if state.scopes else None
+
+
+def holders_of(obj: Any) -> list[Any]:
+    """The open strategies whose replicas have been given an object."""
+    return [each.strategy for each in open_runtimes if any(given is obj for given in each.distributed())]
 
 
 def current_replica() -> ReplicaContext | None:

@@ -14,7 +14,6 @@ from typing import Any, final
 
 import torch
 
-from stratagem.collectives.exchange import chunk_of
 from stratagem.errors import StrategyError
 from stratagem.variables.optimizer_slices import (
     StateMark,
@@ -138,8 +137,9 @@ class SplitUpdate:
             parts = []
             for parameter in group["params"]:
                 number, placement = next(numbers), self._placement(parameter)
-                for first, last in blocks(*self._copies.own_part(parameter)):
-                    part = self._copies.shared_part(parameter, first, last)
+                own = self._copies.own_part(parameter)
+                for first, last in blocks(own.first, own.last):
+                    part = own.values(first, last)
                     self._parts.append((number, part, first, last))
                     parts.append(part)
                     place = places.get((placement.name, first))
@@ -256,10 +256,9 @@ class SplitUpdate:
 
     def _ranges(self, parameter: torch.Tensor) -> Iterator[tuple[int, int]]:
         """What all replicas update of a parameter at a time."""
-        store, placement = self._copies.find(parameter)
         for rank in range(self._size):
-            start, end = (each - placement.offset for each in chunk_of(rank, self._size, store.num_elements))
-            yield from blocks(max(0, start), min(placement.numel, end))
+            part = self._copies.part_of(rank, parameter)
+            yield from blocks(part.first, part.last)
 
     def _placement(self, parameter: torch.Tensor) -> Placement:
         placement: Placement = self._copies.find(parameter)[1]

@@ -19,7 +19,7 @@ from stratagem.engine import context
 from stratagem.errors import StrategyError
 from stratagem.strategies.strategy_in_worker import StrategyInWorker
 from stratagem.training.keras.keras_objects import tensor_of
-from stratagem.training.metrics import is_number, num_rows, part_of_weight
+from stratagem.training.metrics import is_number, part_of_weight
 from stratagem.variables.aggregation import Aggregation, aggregate
 
 _HELD = "_distributed_state"  # of a metric and of its variables
@@ -69,14 +69,19 @@ def install() -> None:
 
     @functools.wraps(make)
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.__dict__[_OF_STEP] = bool(context.state.replicas)
+        self.__dict__[_OF_STEP] = context.current_replica() is not None
         make(self, *args, **kwargs)
 
     @functools.wraps(original)
     def add_variable(self: Any, *args: Any, **kwargs: Any) -> Any:
         _require_built(self)
         variable = original(self, *args, **kwargs)
-        if context.state.scopes and not context.state.replicas and not _for_loop and variable._value is not None:
+        if (
+            context.current_scope() is not None
+            and not context.current_replica()
+            and not _for_loop
+            and variable._value is not None
+        ):
             if _HELD not in self.__dict__:
                 _watch_reads()
                 self.__dict__[_HELD] = MetricState()
@@ -136,7 +141,7 @@ def _counting_once(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
         if is_number(values) and (replica := _in_step_of(self)) is not None and replica.share < 1.0:
-            sample_weight = part_of_weight(sample_weight, replica.share, num_rows())
+            sample_weight = part_of_weight(sample_weight, replica)
         return original(self, values, sample_weight)
 
     return update_state

@@ -16,7 +16,7 @@ from keras.src import backend
 from keras.src.metrics import reduction_metrics
 
 from stratagem import _tree
-from stratagem.engine.context import ReplicaContext, current_runs
+from stratagem.engine.context import ReplicaContext
 from stratagem.training.keras import loss_reductions
 from stratagem.training.metrics import is_number, part_of_weight
 
@@ -38,15 +38,14 @@ def _flat(model: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def of_global_batch(metrics: Sequence[Any], replica: ReplicaContext, num_examples: int) -> Iterator[None]:
+def of_global_batch(metrics: Sequence[Any], replica: ReplicaContext) -> Iterator[None]:
     """Inside the block metrics are updated with the examples of all replicas.
 
     Args:
         metrics: Those of a user's own class.
         replica: Which replica this is.
-        num_examples: How many of the global batch it has.
     """
-    updates = [functools.partial(_update, metric.update_state, replica, num_examples) for metric in metrics]
+    updates = [functools.partial(_update, metric.update_state, replica) for metric in metrics]
     with _replaced("update_state", metrics, updates):
         yield
 
@@ -92,17 +91,19 @@ def _replaced(name: str, objects: Sequence[Any], values: Sequence[Any]) -> Itera
 
 def _samplewise(original: Callable[..., Any], values: Any, sample_weight: Any, *args: Any, **kwargs: Any) -> Any:
     """What `Mean` and `Sum` take in; of a single number in a mean, the replica's part of all replicas' mean."""
-    part = loss_reductions.part.get()
+    replica = loss_reductions.computing.get()
     is_mean = keras.ops.mean in (*args, *kwargs.values())
-    if part is not None and is_mean and is_number(values):
-        sample_weight = part_of_weight(sample_weight, current_runs[-1].share, part[1])
+    if replica is not None and is_mean and is_number(values):
+        sample_weight = part_of_weight(sample_weight, replica)
     return original(values, sample_weight, *args, **kwargs)
 
 
-def _update(update: Callable[..., Any], replica: ReplicaContext, num_examples: int, *args: Any, **kwargs: Any) -> Any:
+def _update(update: Callable[..., Any], replica: ReplicaContext, *args: Any, **kwargs: Any) -> Any:
+    num_examples = replica.num_examples
+
     def of_all(value: torch.Tensor) -> torch.Tensor:
         if not value.dim():
-            return _mean(value, replica, num_examples)
+            return _mean(value, replica)
         if len(value) != max(num_examples, 1):  # a replica without examples has a stand-in
             return value
         whole: torch.Tensor = replica.all_gather(value.detach()[:num_examples])
@@ -116,9 +117,10 @@ def _update(update: Callable[..., Any], replica: ReplicaContext, num_examples: i
         return update(*args, **kwargs)
 
 
-def _mean(value: torch.Tensor, replica: ReplicaContext, num_examples: int) -> torch.Tensor:
+def _mean(value: torch.Tensor, replica: ReplicaContext) -> torch.Tensor:
     """The mean of a number, such as a loss, by the examples that it is of."""
-    own = torch.stack([value.detach().double() * num_examples, torch.tensor(num_examples).to(value).double()])
+    count = torch.tensor(replica.num_examples, dtype=torch.float64, device=value.device)
+    own = torch.stack([value.detach().double() * count, count])
     total, count = replica.all_reduce("sum", own).unbind()
     mean: torch.Tensor = (total / count).to(value.dtype)
     return mean
