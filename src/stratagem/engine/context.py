@@ -9,7 +9,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 
 import numpy as np
 import torch
@@ -17,17 +17,14 @@ import torch
 from stratagem import _tree
 from stratagem.collectives import differentiable
 from stratagem.collectives.collective import Collective
+from stratagem.engine.sync import Syncing
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
 from stratagem.objects.per_replica import PerReplica
 from stratagem.variables import aggregation
 from stratagem.variables.aggregation import Aggregation
-from stratagem.variables.copies import Copies
-from stratagem.variables.participant import Updating
+from stratagem.variables.participant import Participant, Updating
 from stratagem.variables.store import OwnPart
-
-if TYPE_CHECKING:
-    from stratagem.engine.replica import Replica
 
 
 class HasParameters(Protocol):
@@ -52,20 +49,8 @@ class OpenRuntime(Protocol):
         """The modules and other objects that have been given out."""
 
 
-class Contributing(Updating, Protocol):
+class Contributing(Participant, Updating, Syncing, Protocol):
     """A replica whose gradients are summed with those of others."""
-
-    @property
-    def copies(self) -> Copies:
-        """Where its tensors lie."""
-
-    @property
-    def num_examples(self) -> float:
-        """How many rows of this step it has; 1 if nobody knows."""
-
-    @property
-    def first_with_examples(self) -> int:
-        """The first replica that has some."""
 
     def sum_set_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Sums gradients that the program has set."""
@@ -73,14 +58,6 @@ class Contributing(Updating, Protocol):
     @property
     def all_counts(self) -> tuple[int, ...] | None:
         """How many examples of this step each replica has, if that is known."""
-
-    @property
-    def all_counted(self) -> list[bool]:
-        """Which replicas have examples in this step."""
-
-    @property
-    def share(self) -> float:
-        """This replica's part of the examples."""
 
     @property
     def loss_weight(self) -> float:
@@ -94,6 +71,14 @@ class Contributing(Updating, Protocol):
 
     def no_contribution(self) -> None:
         """Takes part in a backward pass of the others, and adds nothing to it."""
+
+    def backward(
+        self, original: Callable[..., None], tensors: Any, grad_tensors: Any, *args: Any, **options: Any
+    ) -> None:
+        """A backward pass of the program's, after which gradients are those of the global batch."""
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which backward passes only add up this replica's own gradients."""
 
 
 @final
@@ -390,7 +375,7 @@ state = _State()
 
 # What all open strategies have in this process, and the runs that it is in, innermost last.
 open_runtimes: list[OpenRuntime] = []
-current_runs: "list[Replica]" = []
+current_runs: list[Contributing] = []
 
 # Those who must be told before the main program reads what was made in a scope.
 readers: "weakref.WeakSet[Reader]" = weakref.WeakSet()

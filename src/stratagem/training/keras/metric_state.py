@@ -18,6 +18,7 @@ from keras.src.metrics.metric import Metric
 from stratagem.engine import context
 from stratagem.errors import StrategyError
 from stratagem.strategies.strategy_in_worker import StrategyInWorker
+from stratagem.training.keras import loss_reductions
 from stratagem.training.keras.keras_objects import tensor_of
 from stratagem.training.metrics import is_number, part_of_weight
 from stratagem.variables.aggregation import Aggregation, aggregate
@@ -136,11 +137,15 @@ def _in_step_of(metric: Any) -> context.ReplicaContext | None:
 
 
 def _counting_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """One number for the rows of a replica, such as a loss: together replicas count once, each by its rows."""
+    """One number for the rows of a replica, such as a loss: together replicas count once, each by its rows.
+
+    In Keras' own loop and in steps of the program's own.
+    """
 
     @functools.wraps(original)
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        if is_number(values) and (replica := _in_step_of(self)) is not None and replica.share < 1.0:
+        replica = (loss_reductions.computing.get() or _in_step_of(self)) if is_number(values) else None
+        if replica is not None and replica.share < 1.0:
             sample_weight = part_of_weight(sample_weight, replica)
         return original(self, values, sample_weight)
 

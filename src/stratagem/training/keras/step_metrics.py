@@ -1,7 +1,7 @@
 """Metrics inside a step of a replica: they take in, and tell, what they would on one device.
 
-Keras' own metrics are sums over examples, so that what replicas add can be added up; a single number, as a loss, is
-the replica's part of the mean over all examples. What metrics of a user's own class do with a batch nobody knows (a
+Keras' own metrics are sums over examples, so that what replicas add can be added up (of single numbers `metric_state`
+makes a replica's part). What metrics of a user's own class do with a batch nobody knows (a
 largest value, for instance, is no sum): every replica updates them with the global batch.
 """
 
@@ -10,22 +10,12 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import torch
 from keras.src import backend
-from keras.src.metrics import reduction_metrics
 
 from stratagem import _tree
 from stratagem.engine.context import ReplicaContext
 from stratagem.training.keras import loss_reductions
-from stratagem.training.metrics import is_number, part_of_weight
-
-
-@functools.cache
-def connect() -> None:
-    """Lets single numbers be those of the global batch, once for the process."""
-    original = reduction_metrics.reduce_to_samplewise_values
-    reduction_metrics.reduce_to_samplewise_values = functools.partial(_samplewise, original)
 
 
 def own_metrics(model: Any) -> list[Any]:
@@ -87,15 +77,6 @@ def _replaced(name: str, objects: Sequence[Any], values: Sequence[Any]) -> Itera
     finally:
         for each in objects:
             del each.__dict__[name]
-
-
-def _samplewise(original: Callable[..., Any], values: Any, sample_weight: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `Mean` and `Sum` take in; of a single number in a mean, the replica's part of all replicas' mean."""
-    replica = loss_reductions.computing.get()
-    is_mean = keras.ops.mean in (*args, *kwargs.values())
-    if replica is not None and is_mean and is_number(values):
-        sample_weight = part_of_weight(sample_weight, replica)
-    return original(values, sample_weight, *args, **kwargs)
 
 
 def _update(update: Callable[..., Any], replica: ReplicaContext, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,6 @@ from stratagem.training.keras.step_state import StepState
 
 synchronized_norm.connect()
 loss_reductions.connect()
-step_metrics.connect()
 
 
 @final
