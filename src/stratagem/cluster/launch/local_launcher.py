@@ -20,7 +20,7 @@ from stratagem.cluster.launch.plan import LaunchPlan, Order
 from stratagem.cluster.launch.ports import Ports
 from stratagem.cluster.launch.rendezvous import Rendezvous
 from stratagem.cluster.launch.run_directory import RunDirectory
-from stratagem.cluster.launch.task_processes import TaskProcesses
+from stratagem.cluster.launch.task_processes import Launcher, TaskProcesses
 from stratagem.cluster.spec import EVALUATOR
 from stratagem.errors import TaskLostError
 
@@ -50,8 +50,7 @@ def launch_here(plan: LaunchPlan, how: Launching) -> LaunchOutcome:
 def _run(
     plan: LaunchPlan, how: Launching, link: MachineLink, offer: Offer, directory: RunDirectory, interrupts: CtrlC
 ) -> LaunchOutcome:
-    command = plan.order.program.command
-    crew = TaskProcesses(command, directory=directory, screen=how.screen, interrupts=interrupts, say=how.say)
+    crew = TaskProcesses(Launcher(directory, how.screen, interrupts, how.say), plan.order.program.command)
     meeting = Rendezvous(
         link.store,
         machine=plan.order.machine,

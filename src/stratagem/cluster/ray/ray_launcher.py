@@ -17,6 +17,7 @@ from stratagem.cluster.launch.launching import Launching, LaunchOutcome, outcome
 from stratagem.cluster.launch.plan import LaunchPlan, Machine, Order, Seat
 from stratagem.cluster.launch.rendezvous import Rendezvous
 from stratagem.cluster.launch.run_directory import RunDirectory
+from stratagem.cluster.launch.task_processes import Launcher
 from stratagem.cluster.ray import ray_session
 from stratagem.cluster.ray.ray_crew import NOWHERE, RayCrew
 from stratagem.cluster.ray.ray_placement import RayPlacement, Room, num_nodes_and_least
@@ -92,14 +93,8 @@ def _run(
     directory: RunDirectory,
     interrupts: CtrlC,
 ) -> LaunchOutcome:
-    crew = RayCrew(
-        plan,
-        placement,
-        directory=directory,
-        screen=how.screen,
-        interrupts=interrupts,
-        start_timeout_s=asked.start_timeout_s,
-    )
+    launcher = Launcher(directory, how.screen, interrupts, how.say)
+    crew = RayCrew(launcher, plan, placement, start_timeout_s=asked.start_timeout_s)
     agent = TaskAgent(
         plan,
         crew=crew,
