@@ -287,5 +287,3 @@ def test_what_a_step_returns_is_the_programs_and_what_it_only_keeps_is_counted(i
         kept.clear()
         assert used(LIMIT - 4, returns=True) == 0
         kept.clear()
-    gc.collect()
-    presence.update()

@@ -19,7 +19,6 @@ from stratagem.engine.queued.workers import ParameterWorkers
 from stratagem.errors import EndOfDataError, StepCancelledError, StrategyError
 from stratagem.inputs import DistributedLoader, DistributedStream, InputContext
 from stratagem.objects import per_replica
-from stratagem.parameters.consistency import Synchronous
 from stratagem.placement import scopes
 from stratagem.strategies.parameter_server import ParameterServerStrategy
 
@@ -152,7 +151,7 @@ class ClusterCoordinator(StaysHere):
             raise StrategyError(f"a ClusterCoordinator takes a ParameterServerStrategy, got {type(strategy).__name__}")
         strategy.require_usable()
         workers = strategy.workers
-        if isinstance(strategy.consistency, Synchronous):
+        if strategy.consistency.shares_steps:
             raise StrategyError(
                 f"with {strategy.consistency} workers share each step, so that none can be given one of its own; use "
                 f"Async() or BoundedStaleness(k)"

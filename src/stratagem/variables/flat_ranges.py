@@ -19,7 +19,7 @@ from stratagem.variables.store import Placement, Store
 
 @final
 @dataclasses.dataclass(frozen=True)
-class OwnPart:
+class UpdatedPart:
     """A part of a parameter that this replica updates.
 
     Args:
@@ -63,7 +63,9 @@ class FlatRange:
         sum_of: The sums of the gradients of a store, flat; `None` as long as they are not summed.
     """
 
-    def __init__(self, parts: Sequence[OwnPart], slots: Slots, sum_of: Callable[[Store], torch.Tensor | None]) -> None:
+    def __init__(
+        self, parts: Sequence[UpdatedPart], slots: Slots, sum_of: Callable[[Store], torch.Tensor | None]
+    ) -> None:
         self.parts = parts
         self._store, self._start, self._end = parts[0].store, parts[0].start, parts[-1].end
         self.tensor = self._store.shared[self._start : self._end]
@@ -119,9 +121,11 @@ class FlatRange:
             counts[1:] = counts[0]
 
 
-def joined(parts: Sequence[OwnPart], slots: Slots, sum_of: Callable[[Store], torch.Tensor | None]) -> list[FlatRange]:
+def joined(
+    parts: Sequence[UpdatedPart], slots: Slots, sum_of: Callable[[Store], torch.Tensor | None]
+) -> list[FlatRange]:
     """Parts in ranges that are as long as may be, and stay in the cache."""
-    ranges: list[list[OwnPart]] = []
+    ranges: list[list[UpdatedPart]] = []
     for part in parts:
         if ranges and part.end - ranges[-1][0].start <= BLOCK and _is_next(ranges[-1][-1], part, slots):
             ranges[-1].append(part)
@@ -130,7 +134,7 @@ def joined(parts: Sequence[OwnPart], slots: Slots, sum_of: Callable[[Store], tor
     return [FlatRange(each, slots, sum_of) for each in ranges]
 
 
-def _is_next(one: OwnPart, other: OwnPart, slots: Slots) -> bool:
+def _is_next(one: UpdatedPart, other: UpdatedPart, slots: Slots) -> bool:
     """Whether a part and its state lie right behind another and its."""
     if one.store is not other.store or one.group != other.group or not one.store.is_gap(one.end, other.start):
         return False

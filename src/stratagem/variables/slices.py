@@ -14,9 +14,8 @@ from typing import Any, final
 
 import torch
 
-from stratagem.collectives.exchange import chunk_of
 from stratagem.errors import StrategyError
-from stratagem.variables.flat_ranges import FlatRange, OwnPart, joined
+from stratagem.variables.flat_ranges import FlatRange, UpdatedPart, joined
 from stratagem.variables.optimizer_slices import (
     StateMark,
     bare_step,
@@ -61,7 +60,7 @@ class SplitUpdate:
         self._size = size
         self._slots = Slots((), ())
         self._signature: Any = None
-        self._parts: list[OwnPart] = []
+        self._parts: list[UpdatedPart] = []
         self._ranges: list[FlatRange] = []
         self._private: list[torch.Tensor] = []  # parts for whose state there is no shared memory yet
         self._unshared: list[tuple[torch.Tensor, Part]] = []  # parts that have made no state yet, and its place
@@ -117,7 +116,7 @@ class SplitUpdate:
         # Written through another view: autograd must still notice that the values it saved are gone.
         torch.autograd.graph.increment_version([each for each in parameters if each.grad is not None])
 
-    def _with_gradients(self, parts: Sequence[OwnPart]) -> list[OwnPart]:
+    def _with_gradients(self, parts: Sequence[UpdatedPart]) -> list[UpdatedPart]:
         """Gives parts their pieces of the gradients; those that have one."""
         parameters, found = parameters_of(self.optimizer), []
         gradients: dict[int, torch.Tensor] = {}
@@ -151,10 +150,11 @@ class SplitUpdate:
         for group_number, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
                 number, (store, placement) = next(numbers), self._copies.find(parameter)
-                for first, last in blocks(*self._copies.own_part(parameter)):
-                    part = self._copies.shared_part(parameter, first, last)
+                own = self._copies.own_part(parameter)
+                for first, last in blocks(own.first, own.last):
+                    part = own.values(first, last)
                     place = places.get((placement.name, first))
-                    self._parts.append(OwnPart(group_number, number, part, store, placement, first, last, place))
+                    self._parts.append(UpdatedPart(group_number, number, part, store, placement, first, last, place))
                     if place is not None and (not place.cells or self._slots.cell(place.flag)):
                         known[part] = {cell.key: self._slots.cell(cell) for cell in place.cells}
                         continue
@@ -274,10 +274,9 @@ class SplitUpdate:
 
     def _ranges_of(self, parameter: torch.Tensor) -> Iterator[tuple[int, int]]:
         """What all replicas update of a parameter at a time."""
-        store, placement = self._copies.find(parameter)
         for rank in range(self._size):
-            start, end = (each - placement.offset for each in chunk_of(rank, self._size, store.num_elements))
-            yield from blocks(max(0, start), min(placement.numel, end))
+            part = self._copies.part_of(rank, parameter)
+            yield from blocks(part.first, part.last)
 
     def _placement(self, parameter: torch.Tensor) -> Placement:
         placement: Placement = self._copies.find(parameter)[1]

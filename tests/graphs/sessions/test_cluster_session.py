@@ -37,6 +37,8 @@ from tests.cluster import nursery
 from tests.cluster.tasks import TaskProcess, started, workers
 from tests.travelling import TRAVELLING
 
+pytestmark = pytest.mark.usefixtures("known_token")
+
 HERE = NodePlace("worker", 0, "CPU", 0)
 OPENING = {
     **{"soft": None, "growth": None, "fraction": None, "visible": "", "counts": {}},
@@ -49,23 +51,11 @@ DECLARING = {
 
 
 @pytest.fixture(scope="module")
-def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("session") / "secrets" / "token"
-    tokens.create(path)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def known_token(no_starter: None, token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(_env.TOKEN_FILE, str(token_file))
-
-
-@pytest.fixture(scope="module")
-def cluster(token_file: Path, forked_tasks: None) -> Iterator[tuple[list[TaskProcess], list[str]]]:
+def cluster(module_token: Path, forked_tasks: None) -> Iterator[tuple[list[TaskProcess], list[str]]]:
     """Two tasks in processes of their own, and their targets."""
     spec = workers(2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(_env.TOKEN_FILE, str(token_file))
+        patch.setenv(_env.TOKEN_FILE, str(module_token))
         with started(2) as tasks:
             yield tasks, [task.ask(f"listen({spec!r}, 'worker', {index})") for index, task in enumerate(tasks)]
 
@@ -267,7 +257,7 @@ def test_operation_that_may_not_travel_is_refused_before_it_does(server: sg.Serv
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_run_over_a_task_that_is_lost_names_it(
-    token_file: Path, forked_tasks: None, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    module_token: Path, forked_tasks: None, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From this task to the other and back again; the other dies, or stops, between two runs."""
     monkeypatch.setenv("STRATAGEM_HEARTBEAT_TIMEOUT", "2")

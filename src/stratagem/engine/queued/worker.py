@@ -20,7 +20,8 @@ from stratagem.engine import context
 from stratagem.engine.context import ReplicaContext
 from stratagem.errors import StrategyError
 from stratagem.objects import new_parts, per_replica, state_diff
-from stratagem.parameters.consistency import BoundedStaleness, Consistency, Gate
+from stratagem.parameters.consistency import Consistency
+from stratagem.parameters.local.gate import Gate
 from stratagem.parameters.local.gradient_slots import GradientSlots, Round
 from stratagem.parameters.local.journal import Saving, joined
 from stratagem.parameters.local.own_writes import OwnWrites
@@ -149,10 +150,9 @@ class WorkerRuntime:
         self._in_step = False
         self._num_early_steps = 0
         self._skipped, self._updated = "", False
-        bounded = settings.consistency
         self._gate = (
-            Gate(bounded.max_staleness, worker, memory.board, memory.locks, memory.num_shards + 1)
-            if isinstance(bounded, BoundedStaleness)
+            Gate(settings.consistency, worker, memory.board, memory.locks, memory.num_shards + 1)
+            if settings.consistency.can_wait
             else None
         )
 
@@ -182,7 +182,7 @@ class WorkerRuntime:
         if name in self.updates:
             self.variables.journal.drop(self.updates[name].targets)
         self.variables.journal.targets += memory.targets
-        rate_of = getattr(self.shared_settings.consistency, "rate_of", None)
+        rate_of = self.shared_settings.consistency.rate_of
         update = SharedUpdate(optimizer, memory, self.variables, self.worker, rate_of)
         self.updates[name] = update
         push = functools.partial(self._step_of, weakref.ref(optimizer), update, slots)
@@ -322,7 +322,7 @@ class WorkerRuntime:
     def _update(self, function: Callable[[], None]) -> None:
         """A push without an optimizer of torch: a function changes the newest values, with nobody else meanwhile."""
         shared = self.shared_settings
-        if self._round is not None or shared.torn_reads or getattr(shared.consistency, "rate_of", None) is not None:
+        if self._round is not None or shared.torn_reads or shared.consistency.rate_of is not None:
             raise StrategyError(
                 "backup workers, rate_of and torn_reads are for optimizers of torch; for Keras leave them out"
             )
