@@ -23,7 +23,7 @@ from stratagem.objects import per_replica
 from stratagem.objects.per_replica import PerReplica
 from stratagem.variables import aggregation
 from stratagem.variables.aggregation import Aggregation
-from stratagem.variables.participant import Participant, Updating
+from stratagem.variables.participant import Updating
 from stratagem.variables.store import OwnPart
 
 
@@ -49,7 +49,7 @@ class OpenRuntime(Protocol):
         """The modules and other objects that have been given out."""
 
 
-class Contributing(Participant, Updating, Syncing, Protocol):
+class Contributing(Updating, Syncing, Protocol):
     """A replica whose gradients are summed with those of others."""
 
     def sum_set_gradients(self, parameters: Sequence[torch.Tensor]) -> None:

@@ -201,11 +201,6 @@ class ClusterTask(Strategy):
         return self.task == chief_of(self._spec)
 
     @property
-    def cluster_resolver(self) -> Resolver:
-        """Who takes part in the training, and which task this is."""
-        return self._resolver
-
-    @property
     def is_in_step(self) -> bool:
         return False
 
