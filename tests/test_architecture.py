@@ -201,6 +201,30 @@ def test_imports_do_not_hide_in_functions() -> None:
     assert not found_in(lines)
 
 
+def test_training_asks_the_engine_and_does_not_look_into_it() -> None:
+    """What runs, and what is open, is asked of `ReplicaContext` and of functions: the lists are the engine's own."""
+    tree = TREES[SOURCE / "engine" / "context.py"]
+    assigned = (
+        target
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    )
+    lists = {target.id for target in assigned if isinstance(target, ast.Name)}
+    assert {"state", "current_runs", "open_runtimes"} <= lists
+
+    def uses(file: Path, tree: ast.Module) -> Iterable[object]:
+        for node in ast.walk(tree) if part_of(file) == "training" else ():
+            used: set[str] = set()
+            if isinstance(node, ast.ImportFrom) and node.module == "stratagem.engine.context":
+                used = {each.name for each in node.names}
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "context":
+                used = {node.attr}
+            yield from (f"line {node.lineno}: {name}" for name in used & lists)
+
+    assert not found_in(uses)
+
+
 def test_every_file_says_what_it_owns() -> None:
     assert not [relative(file) for file, tree in TREES.items() if not ast.get_docstring(tree)]
 

@@ -3,7 +3,6 @@
 Names are loaded when they are first used, so that `import stratagem` is instant and starts nothing.
 """
 
-import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -154,9 +153,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"stratagem.{_NAMES[name]}"), name)
     if (found := _tensorflow_names.find(name)) is not None:
         return found
-    close = difflib.get_close_matches(name, __all__, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(__all__)}"
-    raise AttributeError(f"module 'stratagem' has no attribute {name!r}{hint}")
+    raise _tensorflow_names.unknown_at_the_top(name, __all__)
 
 
 def __dir__() -> list[str]:

@@ -12,6 +12,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, final
 
+from stratagem import _env
+
 _INTEGRATIONS = {"keras": "stratagem.training.keras.fit"}
 # What such a library lacks until stratagem is there, too: a program may make its model before any scope.
 _EARLY = {"keras": "stratagem.training.keras.synchronized_norm"}
@@ -40,6 +42,14 @@ def connect() -> None:
             _install(library)
 
 
+def serve() -> None:
+    """Connects libraries that have come to this child with what it was sent: the program has them since."""
+    _imports.serves = True
+    while _imports.came:
+        for module in _IN_CHILDREN[_imports.came.pop()]:
+            importlib.import_module(module)
+
+
 def adapt(obj: Any) -> None:
     """Lets an object of torch's that talks to other processes do so in the way of a strategy."""
     kind = type(obj)
@@ -66,6 +76,10 @@ class _Imports(importlib.abc.MetaPathFinder):
     """Sees to libraries that a program imports later, perhaps inside a scope: what it makes there is distributed."""
 
     connects = False  # whether there has been a scope
+    serves = False  # whether this is a child
+
+    def __init__(self) -> None:
+        self.came: list[str] = []  # to a child, and not connected yet: what connects them may be what imports them
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -98,8 +112,12 @@ class _Loader(importlib.abc.Loader):
         module.__loader__ = self._own
         if module.__spec__ is not None:
             module.__spec__.loader = self._own
+        if _imports.serves:
+            _env.use_torch_for_keras()
         self._own.exec_module(module)
         _prepare(module.__name__)
+        if _imports.serves:
+            _imports.came.append(module.__name__)
         if _imports.connects:
             _install(module.__name__)
 

@@ -5,13 +5,16 @@ The parts of a name that only say where TensorFlow keeps it (`compat`, `v1`, `ex
 `docs/tensorflow_names.md` is the same for readers.
 """
 
+import difflib
 import enum
 import importlib
+import sys
+from collections.abc import Iterable
 from typing import Any, Final, final
 
 from stratagem.errors import UnknownNameError
 
-_PLACES: Final = frozenset({"compat", "v1", "v2", "experimental", "python", "client"})
+_PLACES: Final = frozenset({"compat", "contrib", "v1", "v2", "experimental", "python", "client"})
 
 # What stratagem has under its own name at the top: `sg.distribute.get_strategy` is `sg.get_strategy`.
 _AT_THE_TOP: Final = {
@@ -27,7 +30,9 @@ _AT_THE_TOP: Final = {
         global_variables_initializer placeholder reset_default_graph""",
 }
 _OF_CONFIG: Final = [
+    "LogicalDevice",
     "LogicalDeviceConfiguration",
+    "PhysicalDevice",
     "VirtualDeviceConfiguration",
     "get_device_details",
     "get_logical_device_configuration",
@@ -53,7 +58,11 @@ SAME: Final = {
     "debugging.get_log_device_placement": "config.get_log_device_placement",
     "debugging.set_log_device_placement": "config.set_log_device_placement",
     "device_lib.list_local_devices": "config.list_logical_devices",
+    "distribute.CollectiveAllReduceStrategy": "MultiWorkerMirroredStrategy",
     "distribute.DistributedValues": "PerReplica",
+    "distribute.DistributionStrategy": "Strategy",
+    "distribute.get_distribution_strategy": "get_strategy",
+    "distribute.has_distribution_strategy": "has_strategy",
     "distribute.cluster_resolver.ClusterResolver": "cluster.Resolver",
     "distribute.cluster_resolver.KubernetesClusterResolver": "cluster.KubernetesResolver",
     "distribute.cluster_resolver.SimpleClusterResolver": "cluster.SimpleResolver",
@@ -61,6 +70,7 @@ SAME: Final = {
     "distribute.cluster_resolver.TFConfigClusterResolver": "cluster.TFConfigResolver",
     "distribute.cluster_resolver.UnionResolver": "cluster.UnionResolver",
     "ConfigProto": "SessionConfig",
+    "initialize_all_variables": "global_variables_initializer",
     "estimator": "estimator",
     "errors": "errors",
 }
@@ -79,9 +89,136 @@ OF_STRATEGIES: Final = {
 _OPS: Final = "leave cross_device_ops out, or give it 'auto', 'shared_memory', 'torch' (NCCL on GPUs) or 'to_one'"
 _COLLECTIVES: Final = "leave it out: gradients travel by NCCL between GPUs and by gloo or shared memory between CPUs"
 _KERAS: Final = "use keras itself: `import keras`, with KERAS_BACKEND=torch"
+_CONNECTS: Final = "start tasks with `stratagem run`; a strategy connects its own"
+_EAGER: Final = "leave it out: steps run at once"
+_COMPILED: Final = "use torch.compile(model)"
+_RECORDED: Final = (
+    "leave it out: operations run in the order in which they are written, and a session runs what a fetch needs"
+)
+_SAVED: Final = "use torch.save(model.state_dict(), path), or sg.estimator"
+_HOOKED: Final = "write it in the loop around strategy.run, or use sg.estimator, which saves, logs and evaluates"
+_SESSIONS: Final = "use sg.Session(server.target), or sg.estimator for hooks and checkpoints"
+_STEPS: Final = "count steps in the program; sg.estimator keeps a global step in its checkpoints"
+_RATES: Final = "use torch.optim.lr_scheduler, or sg.scale_learning_rate and sg.WarmUp"
+_QUEUED: Final = "use torch.utils.data.DataLoader, and strategy.distribute(loader)"
+_RECORDS: Final = "read records with a torch.utils.data.Dataset, or give a tf.data dataset to strategy.distribute"
+_THREADS: Final = "use torch.set_num_threads; a logical device has cores of its own"
+_TF32: Final = "use torch.set_float32_matmul_precision"
+
+# Of `tf.train`, mostly of version 1: many names for few things.
+_TRAINING: Final = {
+    "AdadeltaOptimizer": "use torch.optim.Adadelta",
+    "AdagradOptimizer": "use torch.optim.Adagrad",
+    "AdamOptimizer": "use torch.optim.Adam",
+    "GradientDescentOptimizer": "use torch.optim.SGD",
+    "MomentumOptimizer": "use torch.optim.SGD(momentum=...)",
+    "Optimizer": "use torch.optim.Optimizer",
+    "RMSPropOptimizer": "use torch.optim.RMSprop",
+    **dict.fromkeys(
+        ("AdagradDAOptimizer", "FtrlOptimizer", "ProximalAdagradOptimizer", "ProximalGradientDescentOptimizer"),
+        "use an optimizer of torch.optim or keras.optimizers",
+    ),
+    **dict.fromkeys(
+        (
+            *(
+                "Checkpoint",
+                "CheckpointManager",
+                "CheckpointOptions",
+                "CheckpointView",
+                "Saver",
+                "get_checkpoint_mtimes",
+            ),
+            *("checkpoint_exists", "checkpoints_iterator", "export_meta_graph", "get_checkpoint_state"),
+            *("generate_checkpoint_state_proto", "import_meta_graph", "init_from_checkpoint", "latest_checkpoint"),
+            *("list_variables", "load_checkpoint", "load_variable", "remove_checkpoint", "update_checkpoint_state"),
+            *("warm_start", "write_graph"),
+        ),
+        _SAVED,
+    ),
+    **dict.fromkeys(
+        (
+            *("CheckpointSaverHook", "CheckpointSaverListener", "FeedFnHook", "FinalOpsHook", "GlobalStepWaiterHook"),
+            *("LoggingTensorHook", "NanTensorHook", "ProfilerHook", "SecondOrStepTimer", "SessionRunArgs"),
+            *("SessionRunContext", "SessionRunHook", "SessionRunValues", "StepCounterHook", "StopAtStepHook"),
+            "SummarySaverHook",
+        ),
+        _HOOKED,
+    ),
+    **dict.fromkeys(
+        (
+            *("ChiefSessionCreator", "MonitoredSession", "MonitoredTrainingSession", "Scaffold", "SessionCreator"),
+            *("SessionManager", "SingularMonitoredSession", "Supervisor", "WorkerSessionCreator"),
+        ),
+        _SESSIONS,
+    ),
+    **dict.fromkeys(
+        (
+            *("assert_global_step", "basic_train_loop", "create_global_step", "get_global_step", "global_step"),
+            "get_or_create_global_step",
+        ),
+        _STEPS,
+    ),
+    **dict.fromkeys(
+        (
+            *("cosine_decay", "cosine_decay_restarts", "exponential_decay", "inverse_time_decay"),
+            *("linear_cosine_decay", "natural_exp_decay", "noisy_linear_cosine_decay", "piecewise_constant"),
+            *("piecewise_constant_decay", "polynomial_decay"),
+        ),
+        _RATES,
+    ),
+    **dict.fromkeys(
+        (
+            *("Coordinator", "LooperThread", "QueueRunner", "add_queue_runner", "batch", "batch_join"),
+            *("input_producer", "limit_epochs", "match_filenames_once", "maybe_batch", "maybe_batch_join"),
+            *("maybe_shuffle_batch", "maybe_shuffle_batch_join", "queue_runner", "range_input_producer"),
+            *("shuffle_batch", "shuffle_batch_join", "slice_input_producer", "start_queue_runners"),
+            "string_input_producer",
+        ),
+        _QUEUED,
+    ),
+    **dict.fromkeys(
+        (
+            *("BytesList", "Example", "Feature", "FeatureList", "FeatureLists", "Features", "FloatList", "Int64List"),
+            "SequenceExample",
+        ),
+        _RECORDS,
+    ),
+    **dict.fromkeys(("ClusterDef", "JobDef", "ServerDef"), "use sg.ClusterSpec"),
+    "VocabInfo": _SAVED,
+    "SyncReplicasOptimizer": "use sg.ParameterServerStrategy(consistency=sg.Synchronous(backup_workers=1))",
+    "replica_device_setter": "use sg.ParameterServerStrategy, or sg.spread_variables in `with sg.device(...)`",
+}
 _GRAPHS: Final = "programs run at once here, and graphs are recorded inside `with sg.Graph():`"
 
 OTHERWISE: Final = {
+    "GraphOptions": "leave it out",
+    "Module": "use torch.nn.Module",
+    "OptimizerOptions": "leave it out",
+    "RunMetadata": "use `with sg.log_placement() as log:`, or torch.profiler",
+    "Tensor": "use torch.Tensor",
+    "control_dependencies": _RECORDED,
+    "convert_to_tensor": "use torch.as_tensor",
+    "cast": "use tensor.to(dtype)",
+    "executing_eagerly": "leave it out: programs run at once here",
+    "get_collection": "use graph.variables and graph.nodes",
+    "get_logger": "use Python's logging",
+    "global_variables": "use graph.variables",
+    "gradients": "use torch.autograd.grad",
+    "group": _RECORDED,
+    "init_scope": "leave it out",
+    "local_variables_initializer": "use sg.global_variables_initializer()",
+    "logging": "use Python's logging",
+    "name_scope": "leave it out; sg.placeholder, sg.constant and sg.get_variable take a name",
+    "no_op": _RECORDED,
+    "profiler": "use torch.profiler",
+    "reduce_max": "use torch.amax",
+    "reduce_mean": "use torch.mean",
+    "reduce_min": "use torch.amin",
+    "reduce_sum": "use torch.sum",
+    "trainable_variables": "use model.parameters(), or graph.variables",
+    "variable_scope": "leave it out; sg.get_variable takes the whole name",
+    "test.is_built_with_gpu_support": "use sg.config.list_physical_devices('GPU')",
+    "test.is_built_with_rocm": "use torch.version.hip",
     "GradientTape": "call loss.backward(); gradients of torch.autograd.grad are summed by the update, not by hand",
     "InteractiveSession": "write `with sg.Session(graph) as session:`",
     "Variable": "make a torch.nn.Parameter in strategy.scope(), or sg.get_variable in a graph",
@@ -89,18 +226,45 @@ OTHERWISE: Final = {
     "VariableSynchronization": "leave it out: buffers are joined after each step",
     "config.get_memory_usage": "use sg.config.get_memory_info(device)['current']",
     "config.set_synchronous_execution": "use CUDA_LAUNCH_BLOCKING=1, or torch.cuda.synchronize()",
-    "config.threading": "use torch.set_num_threads; a logical device has cores of its own",
-    "config.experimental_connect_to_cluster": "start tasks with `stratagem run`; a strategy connects its own",
-    "config.experimental_connect_to_host": "start tasks with `stratagem run`; a strategy connects its own",
-    "config.optimizer": "use torch.compile(model)",
-    "config.run_functions_eagerly": "leave it out: steps run at once",
-    "config.set_optimizer_jit": "use torch.compile(model)",
+    "config.get_synchronous_execution": "use CUDA_LAUNCH_BLOCKING=1, or torch.cuda.synchronize()",
+    "config.threading": _THREADS,
+    "config.ClusterDeviceFilters": _CONNECTS,
+    "config.disable_mlir_bridge": _COMPILED,
+    "config.disable_mlir_graph_optimization": _COMPILED,
+    "config.enable_mlir_bridge": _COMPILED,
+    "config.enable_mlir_graph_optimization": _COMPILED,
+    "config.enable_op_determinism": "use torch.use_deterministic_algorithms(True)",
+    "config.enable_tensor_float_32_execution": _TF32,
+    "config.tensor_float_32_execution_enabled": "use torch.get_float32_matmul_precision",
+    "config.experimental_connect_to_cluster": _CONNECTS,
+    "config.experimental_connect_to_host": _CONNECTS,
+    "config.experimental_functions_run_eagerly": _EAGER,
+    "config.experimental_list_devices": "use sg.config.list_logical_devices()",
+    "config.experimental_run_functions_eagerly": _EAGER,
+    "config.functions_run_eagerly": _EAGER,
+    "config.get_device_policy": "leave it out: with sg.device inputs are copied to the device of their operation",
+    "config.set_device_policy": "leave it out: with sg.device inputs are copied to the device of their operation",
+    "config.optimizer": _COMPILED,
+    "config.run_functions_eagerly": _EAGER,
+    "config.set_optimizer_jit": _COMPILED,
     "data": "use torch.utils.data, arrays or any iterable of batches, and strategy.distribute(data)",
     "disable_eager_execution": _GRAPHS,
     "disable_v2_behavior": _GRAPHS,
     "enable_eager_execution": "leave it out: programs run at once here",
     "enable_v2_behavior": "leave it out",
+    "distribute.AllReduceCrossDeviceOps": _OPS,
     "distribute.CollectiveCommunication": _COLLECTIVES,
+    "distribute.CollectiveHints": _COLLECTIVES,
+    "distribute.DistributeConfig": "use sg.estimator.RunConfig(train_distribute=strategy)",
+    "distribute.MultiWorkerAllReduce": _OPS,
+    "distribute.TerminationConfig": "use sg.estimator.Estimator.train, which saves at SIGTERM",
+    "distribute.UpdateContext": "use sg.get_replica_context()",
+    "distribute.coordinator.PerWorkerValue": "see what create_per_worker_dataset returns",
+    "distribute.coordinator.PerWorkerValues": "see what create_per_worker_dataset returns",
+    "distribute.get_cross_replica_context": "use sg.get_strategy()",
+    "distribute.get_loss_reduction": "leave it out, or use sg.compute_average_loss",
+    "distribute.partitioners.Partitioner": "give variable_partitioner= one of sg.MinSizePartitioner and kin",
+    "distribute.rpc": "no code is sent between machines; use sg.Session(server.target), or Ray",
     "distribute.CommunicationImplementation": _COLLECTIVES,
     "distribute.CommunicationOptions": _COLLECTIVES,
     "distribute.CrossDeviceOps": _OPS,
@@ -132,17 +296,28 @@ OTHERWISE: Final = {
     "test.is_built_with_cuda": "use torch.version.cuda",
     "test.is_gpu_available": "use sg.config.list_physical_devices('GPU')",
     "tpu": "use sg.MirroredStrategy (there are no TPUs)",
-    "train.Checkpoint": "use torch.save(model.state_dict(), path), or sg.estimator",
-    "train.CheckpointManager": "use torch.save(model.state_dict(), path), or sg.estimator",
-    "train.MonitoredTrainingSession": "use sg.Session(server.target), or sg.estimator for hooks and checkpoints",
-    "train.Supervisor": "use sg.Session(server.target), or sg.estimator for hooks and checkpoints",
-    "train.SyncReplicasOptimizer": "use sg.ParameterServerStrategy(consistency=sg.Synchronous(backup_workers=1))",
-    "train.replica_device_setter": "use sg.ParameterServerStrategy",
-    "train.GradientDescentOptimizer": "use torch.optim.SGD",
+    **{f"train.{name}": advice for name, advice in _TRAINING.items()},
 }
 """Names of TensorFlow's that mean nothing here, and what to write instead."""
 
 OTHERWISE_OF_STRATEGIES: Final = {
+    "between_graph": "leave it out",
+    "broadcast": "return the value from the function of strategy.run, or use all_gather of sg.get_replica_context()",
+    "call_for_each_replica": "use strategy.run",
+    "call_for_each_tower": "use strategy.run",
+    "create_variable": "make a torch.nn.Parameter in strategy.scope()",
+    "distribute_dataset": "use strategy.distribute(data)",
+    "experimental_between_graph": "leave it out",
+    "experimental_require_static_shapes": "leave it out",
+    "experimental_should_init": "use strategy.is_chief",
+    "parameter_devices": "use strategy.devices",
+    "read_var": "read the parameter itself",
+    "should_checkpoint": "use strategy.is_chief",
+    "should_save_summary": "use strategy.is_chief",
+    "update": "write to variables in the main program; all replicas see it",
+    "update_non_slot": "write to variables in the main program; all replicas see it",
+    "value_container": "read the parameter itself",
+    "worker_devices": "use strategy.devices",
     "colocate_vars_with": "place variables with sg.device or sg.place",
     "configure": "give options to the constructor",
     "experimental_assign_to_logical_device": "place operations with sg.device",
@@ -207,7 +382,29 @@ def of_strategy(strategy: Any, name: str) -> Any:
     kind = type(strategy).__name__
     if name in OTHERWISE_OF_STRATEGIES:
         raise UnknownNameError(f"{kind} has no {name!r}, which TensorFlow has; {OTHERWISE_OF_STRATEGIES[name]}")
-    raise UnknownNameError(f"{kind!r} object has no attribute {name!r}")
+    known = [each for each in (*dir(type(strategy)), *OF_STRATEGIES) if not each.startswith("_")]
+    raise unknown(f"{kind!r} object", name, known)
+
+
+def unknown(owner: str, name: str, known: Iterable[str]) -> UnknownNameError:
+    """The error of a name that neither stratagem nor these tables have.
+
+    Args:
+        owner: Whose name it was to be.
+        name: The name.
+        known: Those that there are.
+    """
+    close = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return UnknownNameError(f"{owner} has no attribute {name!r}{hint}")
+
+
+def unknown_at_the_top(name: str, known: Iterable[str]) -> UnknownNameError:
+    """The error of `sg.X`: what torch has under that name is used from there."""
+    torch = sys.modules.get("torch")
+    if torch is not None and not name.startswith("_") and name in vars(torch):  # `matmul`, `float32`
+        return UnknownNameError(f"module 'stratagem' has no attribute {name!r}; use torch.{name}")
+    return unknown("module 'stratagem'", name, known)
 
 
 @final
@@ -225,7 +422,9 @@ class Names:
         path = f"{self._path}.{name}"
         found = None if name.startswith("__") else find(path)
         if found is None:
-            raise UnknownNameError(f"stratagem has no {path!r}; docs/tensorflow_names.md has the names that it knows")
+            prefix = f"{_without_places(self._path)}.".removeprefix(".")
+            known = [each.removeprefix(prefix) for each in (*SAME, *OTHERWISE) if each.startswith(prefix)]
+            raise unknown(f"'stratagem.{self._path}'", name, known)
         return found
 
     def __repr__(self) -> str:

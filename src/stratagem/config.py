@@ -17,7 +17,6 @@ from stratagem.devices.device import (
 )
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
-from stratagem.errors import UnknownNameError
 from stratagem.placement import log, residence, resolution
 
 __all__ = [
@@ -49,7 +48,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if not name.startswith("__") and (found := _tensorflow_names.find(f"config.{name}")) is not None:
         return found
-    raise UnknownNameError(f"module 'stratagem.config' has no attribute {name!r}; it has {', '.join(__all__)}")
+    raise _tensorflow_names.unknown("module 'stratagem.config'", name, __all__)
 
 
 VirtualDeviceConfiguration = LogicalDeviceConfiguration

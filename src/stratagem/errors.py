@@ -187,6 +187,10 @@ class StepCancelledError(StratagemError, RuntimeError):
     """A step that was scheduled was never run, because another one had failed."""
 
 
+class EndOfDataError(StratagemError, StopIteration):
+    """A worker has read all of its data in this pass."""
+
+
 class ParameterServerLostError(LostError, RuntimeError):
     """A parameter server is gone, and with it a part of the model."""
 

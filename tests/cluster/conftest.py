@@ -17,6 +17,20 @@ def no_starter(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture(scope="module")
+def module_token(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token for tasks that outlive a test."""
+    path = tmp_path_factory.mktemp("session") / "secrets" / "token"
+    tokens.create(path)
+    return path
+
+
+@pytest.fixture
+def known_token(no_starter: None, module_token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process and those that it starts use it."""
+    monkeypatch.setenv(_env.TOKEN_FILE, str(module_token))
+
+
 @pytest.fixture
 def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A token that this process and those that it starts use."""

@@ -264,3 +264,19 @@ def test_private_changes_of_the_sum_do_not_reach_others_and_can_be_forgotten(rep
         for rank, result in enumerate(results):
             assert same_bits(result["scaled"], results[0]["sum"] * (rank + 2))
             assert same_bits(result["after forgetting"], results[0]["sum"])
+
+
+def test_what_lies_between_segments_stays_zero() -> None:
+    segments = [(16 * number, 3 + number % 11) for number in range(60)]
+    num_elements, window_bytes = 16 * 60, 4 * 200
+    slot_bytes = WindowExchange.num_slot_bytes(num_elements, len(segments), torch.float32, 1, window_bytes)
+    control, slots, summed = shared(Signals.num_bytes(1), slot_bytes, 4 * num_elements)
+    signals = meeting_point(control, 0, 1)
+    signals.reset()
+    exchange = WindowExchange(slots, summed, torch.float32, segments, num_elements, signals, window_bytes)
+    expected = torch.zeros(num_elements)
+    for offset, length in segments:
+        expected[offset : offset + length] = 7.0
+    for _ in range(2):
+        exchange.add_up([torch.full((length,), 7.0) for _, length in segments])
+        assert exchange.sum.equal(expected)

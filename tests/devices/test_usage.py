@@ -16,7 +16,7 @@ from tests.fakes import GIB, FakeTorchCuda
 
 def test_process_shows_its_devices_and_a_fork_does_not(inventory: Inventory, monkeypatch: pytest.MonkeyPatch) -> None:
     free = os.dup(0)  # a lower number than that of what is shown: it serves the listing of descriptors, and is closed
-    monkeypatch.setattr(usage, "_this", usage._Told())
+    monkeypatch.setattr(usage, "_this", usage._Told())  # what tests before have shown is beside it
     with usage.shown("/device:GPU:5", 64, 0):
         os.close(free)
         (own,) = [each for each in usage.of_this_machine() if each.pid == os.getpid()]
@@ -26,7 +26,10 @@ def test_process_shows_its_devices_and_a_fork_does_not(inventory: Inventory, mon
         usage.count("/device:GPU:5", 64, 7, 8)
         assert usage.of_this_program("/device:GPU:5") == {"current": 7, "peak": 8}
         if (pid := os.fork()) == 0:
-            os._exit(any(each.pid == os.getpid() for each in usage.of_this_machine()))
+            code = any(each.pid == os.getpid() for each in usage.of_this_machine())
+            usage.count("/device:GPU:6", 64, 1, 2)  # beside what it has of this process
+            found = [each.device for each in usage.of_this_machine() if each.pid == os.getpid()]
+            os._exit(code or found != ["/device:GPU:6"])
         assert os.waitpid(pid, 0)[1] == 0
     assert usage.of_this_program("/device:GPU:5") is None
     os.close(usage._this.descriptor)

@@ -357,6 +357,24 @@ def test_prints_are_shown_once_with_the_number(
     assert captured.err.count("trouble") == 2
 
 
+def test_a_bar_of_a_child_is_shown_as_it_is_when_the_step_ends(
+    strategy: sg.MirroredStrategy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def show() -> None:
+        for percent in range(0, 101, 50):
+            print(f"\r{percent}%", end="", flush=True, file=sys.stderr)
+            print(f"{percent} of 100", end="\r", flush=True)
+        print("\n", end="", file=sys.stderr)
+        print("after", file=sys.stderr)
+
+    strategy.run(show)
+    captured = capsys.readouterr()
+    of_child = [line for line in captured.err.split("\n") if "[replica 1]" in line]
+    assert of_child == ["[replica 1] 100%", "[replica 1] after"]
+    assert captured.out.count("[replica 1]") == 1
+    assert "[replica 1] 100 of 100\n" in captured.out
+
+
 def test_much_output_is_all_shown(strategy: sg.MirroredStrategy, capsys: pytest.CaptureFixture[str]) -> None:
     def talk() -> None:
         if rank() == 1:

@@ -5,28 +5,21 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from stratagem.cluster import token
+from tests.cluster.conftest import token_file
 from tests.cluster.machines import Machine, machines, network
 from tests.cluster.tasks import TaskProcess, workers
 from tests.faults import worker_program
 
-__all__ = ["network"]
+__all__ = ["network", "token_file"]
 
 PROGRAM = "tests.faults.worker_program"
 
-pytestmark = pytest.mark.usefixtures("forked_tasks")
-
-
-@pytest.fixture(autouse=True)
-def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    token.create(tmp_path / "token")
-    monkeypatch.setenv("STRATAGEM_TOKEN_FILE", str(tmp_path / "token"))
+pytestmark = pytest.mark.usefixtures("forked_tasks", "token_file")
 
 
 @contextlib.contextmanager

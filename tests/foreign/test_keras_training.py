@@ -453,23 +453,22 @@ def test_programs_of_keras_give_what_they_give_in_one_process(program: Program, 
     program.check(row)
 
 
-@pytest.fixture(scope="module")
-def one_worker(
-    request: pytest.FixtureRequest, four_cpus: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[sg.Strategy]:
-    """Asynchronous, but steps come one after the other."""
-    make = alone(lambda: sg.ParameterServerStrategy(1))
-    with opened_row(make, request, tmp_path_factory.mktemp("row")) as made:
-        yield made
+def asynchronous_workers(number: int) -> Any:
+    """A fixture with so many workers."""
+
+    @pytest.fixture(scope="module")
+    def workers(
+        request: pytest.FixtureRequest, four_cpus: None, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[sg.Strategy]:
+        make = alone(lambda: sg.ParameterServerStrategy(number))
+        with opened_row(make, request, tmp_path_factory.mktemp("row")) as made:
+            yield made
+
+    return workers
 
 
-@pytest.fixture(scope="module")
-def asynchronous(
-    request: pytest.FixtureRequest, four_cpus: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[sg.Strategy]:
-    make = alone(lambda: sg.ParameterServerStrategy(2))
-    with opened_row(make, request, tmp_path_factory.mktemp("row")) as made:
-        yield made
+one_worker = asynchronous_workers(1)  # asynchronous, but steps come one after the other
+asynchronous = asynchronous_workers(2)
 
 
 @pytest.mark.soak

@@ -101,6 +101,43 @@ def gradients_that_the_step_takes_itself(on: Runner) -> Any:
 
 
 @programs(without=("local sgd 2",))
+def gradients_of_the_functional_kind(on: Runner) -> Any:
+    model, optimizer = made(on, mlp)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        weights = dict(model.named_parameters())
+
+        def loss_of(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+            per_example = functional.cross_entropy(torch.func.functional_call(model, weights, x), y, reduction="none")
+            return sg.compute_average_loss(per_example, global_batch_size=GLOBAL_BATCH)
+
+        gradients, loss = torch.func.grad_and_value(loss_of)(weights)
+        for name, parameter in weights.items():
+            parameter.grad = gradients[name]
+        optimizer.step()
+        return loss
+
+    losses = [on.sum(on(step, *batch)) for batch in (BATCH, FEW)]
+    return losses, dict(model.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, of what jvp loads
+def test_other_transforms_of_the_loss(four_cpus: None) -> None:
+    def step(x: torch.Tensor) -> Any:
+        def loss_of(scale: torch.Tensor) -> torch.Tensor:
+            return sg.compute_average_loss(x * scale * scale, global_batch_size=4)
+
+        one = torch.tensor(1.0)
+        slope = torch.func.jvp(loss_of, (one,), (one,))[1]
+        return slope, torch.func.vmap(loss_of)(torch.tensor([1.0, 2.0]))
+
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        batch = next(iter(strategy.distribute([torch.tensor([1.0, 2.0, 5.0])])))
+        slope, many = strategy.reduce("sum", strategy.run(step, args=(batch,)))
+    assert (slope.item(), many.tolist()) == (4.0, [2.0, 8.0])
+
+
+@programs(without=("local sgd 2",))
 def a_weight_of_tokens_beside_the_loss(on: Runner) -> Any:
     model, optimizer = made(on, mlp, optimizer=torch.optim.Adam)
     targets = torch.tensor([0, -100, 2, 0, -100, 1, 1])

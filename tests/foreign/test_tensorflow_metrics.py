@@ -355,6 +355,40 @@ def metrics_of_torchmetrics(on: Runner) -> Any:
     return found
 
 
+@programs(linear=True)
+def a_collection_of_torchmetrics(on: Runner) -> Any:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    with on.scope():
+        of_classes = torchmetrics.MetricCollection(
+            {
+                "accuracy": torchmetrics.classification.MulticlassAccuracy(3),
+                "f1": torchmetrics.classification.MulticlassF1Score(3),
+                "confusion": torchmetrics.classification.MulticlassConfusionMatrix(3),
+                "area": torchmetrics.classification.MulticlassAUROC(3, thresholds=20),
+            }
+        )
+        largest, smallest, total = torchmetrics.MaxMetric(), torchmetrics.MinMetric(), torchmetrics.SumMetric()
+        error, explained = torchmetrics.MeanSquaredError(), torchmetrics.R2Score()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        of_classes.update(x, y)
+        for metric in (largest, smallest, total):
+            metric.update(x)
+        for metric in (error, explained):
+            metric.update(x[:, 0], y.float())
+
+    found = []
+    for _ in range(2):
+        for x, y in batches():
+            on(step, x, y)
+            found.append(
+                (of_classes.compute(), *(each.compute() for each in (largest, smallest, total, error, explained)))
+            )
+        for metric in (of_classes, largest, smallest, total, error, explained):
+            metric.reset()
+    return found
+
+
 def test_states_that_are_lists_are_refused(four_cpus: None) -> None:
     with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
         outside = Hits()

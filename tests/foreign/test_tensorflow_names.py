@@ -72,8 +72,27 @@ def test_what_tensorflow_has_not_either_is_an_error_as_before() -> None:
         with pytest.raises(AttributeError, match="no_such_name"):
             owner.no_such_name  # noqa: B018  # it is asked for
         assert not hasattr(owner, "__wrapped__")
-    with pytest.raises(AttributeError, match="did you mean 'MirroredStrategy'"):
-        sg.MirorredStrategy  # noqa: B018
+    for wrong, meant in {
+        "MirorredStrategy": "'MirroredStrategy'",
+        "config.set_memory_grwth": "'set_memory_growth'",
+        "config.experimental.set_memory_grwth": "'set_memory_growth'",
+        "distribute.MirroredStrateg": "'MirroredStrategy'",
+        "compat.v1.train.AdamOptimiser": "'AdamOptimizer'",
+    }.items():
+        with pytest.raises(UnknownNameError, match=f"did you mean {meant}"):
+            named(f"sg.{wrong}")
+    for wrong, meant in {
+        "exprimental_run_v2": "experimental_run_v2",
+        "num_replica_in_sync": "num_replicas_in_sync",
+    }.items():
+        with pytest.raises(UnknownNameError, match=f"did you mean '{meant}'"):
+            getattr(sg.OneDeviceStrategy(), wrong)
+
+
+@pytest.mark.parametrize("name", ["matmul", "float32", "randn"])
+def test_what_torch_has_under_the_name_is_used_from_there(name: str) -> None:
+    with pytest.raises(UnknownNameError, match=rf"use torch\.{name}"):
+        getattr(sg, name)
 
 
 def test_devices_are_divided_by_their_old_names(four_cpus: None) -> None:

@@ -278,6 +278,7 @@ def test_what_a_cluster_cannot_have_is_refused(inventory: Any) -> None:
 
 IN_EACH_TASK = """
 import json
+import warnings
 import torch
 import stratagem as sg
 from tests.foreign.test_tensorflow_servers import X, Y, linear_step, model_in
@@ -286,13 +287,29 @@ sg.config.simulate_devices("GPU", 2)
 partitioner = sg.MinSizePartitioner(min_shard_bytes=4, max_shards=2)
 with sg.ParameterServerStrategy(sg.cluster.TFConfigResolver(), variable_partitioner=partitioner) as strategy:
     model, optimizer = model_in(strategy)
-    step = linear_step(model, optimizer)
+    with strategy.scope():
+        rows, others = sg.metrics.Sum(), sg.metrics.Sum()
+    train = linear_step(model, optimizer)
+
+    def step(x, y):
+        rows.update_state(len(x))
+        return train(x, y)
+
     assert strategy.num_replicas_in_sync == 4
+    assert float(rows.result()) == 0.0
     for _ in range(1 + 4 * strategy.input_pipeline[1]):  # the chief is done long before the other
         for batch in strategy.distribute((X, Y), global_batch_size=4):
             losses = strategy.run(step, args=batch)
             assert len(strategy.local_results(losses)) == 2
     strategy.barrier()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert float(rows.result()) == 6.0 * (1 + 4 * strategy.input_pipeline[1])
+        others.result()
+    (told,) = said  # once
+    expected = f"Sum has what steps of {strategy.task} have updated, which is one of 2 tasks that train"
+    assert issubclass(told.category, sg.errors.StratagemWarning)
+    assert expected in str(told.message), told.message
     if strategy.is_chief:
         values = {name: value.tolist() for name, value in model.state_dict().items()}
         print(json.dumps({"version": strategy.state_dict()["version"], "values": values}))

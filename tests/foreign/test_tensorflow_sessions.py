@@ -7,35 +7,22 @@ variable. What comes out is compared with plain torch.
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import stratagem as sg
-from stratagem import _env
-from stratagem.cluster import token as tokens
 from stratagem.errors import SessionError, TaskLostError
-from tests.cluster.conftest import no_starter
+from tests.cluster.conftest import known_token, module_token, no_starter
 from tests.cluster.tasks import TaskProcess, free_ports
 
-__all__ = ["no_starter"]
+__all__ = ["known_token", "module_token", "no_starter"]
+
+pytestmark = pytest.mark.usefixtures("known_token")
 
 X, Y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8.0)[:, None]
 ONE, OTHER = (X[:4], Y[:4]), (X[4:], Y[4:])
-
-
-@pytest.fixture(scope="module")
-def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("session") / "secrets" / "token"
-    tokens.create(path)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def known_token(no_starter: None, token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(_env.TOKEN_FILE, str(token_file))
 
 
 @pytest.fixture

@@ -247,9 +247,14 @@ def polars_tables():
     return polars.DataFrame({"x": [1.0, 2.0, 3.0], "name": ["a", "b", "c"]}), polars.Series([0, 1, 0])
 
 
-@pytest.mark.parametrize("make", [own_tables, pandas_tables, polars_tables])
-def test_tables_are_divided_by_rows(make):
-    table, labels = make()
+@pytest.fixture(scope="module", params=[own_tables, pandas_tables, polars_tables])
+def tables(request):
+    """Made before a test is guarded: such libraries leave settings and threads behind when they are loaded."""
+    return request.param()
+
+
+def test_tables_are_divided_by_rows(tables):
+    table, labels = tables
     (batch,) = distribute((table, labels), FakeHost(2), global_batch_size=3)
     features, labels_of = seen_by(1, batch)
     assert (features["x"].tolist(), features["name"].tolist(), labels_of.tolist()) == ([3.0], ["c"], [0])
@@ -281,9 +286,14 @@ def test_hugging_face_dataset_needs_a_batch_size():
     assert seen_by(0, batch)["tokens"].tolist() == [[0, 0], [1, 1]]
 
 
-def test_real_hugging_face_dataset_needs_a_batch_size():
-    datasets = pytest.importorskip("datasets")
-    data = datasets.Dataset.from_dict({"x": [0.0, 1.0, 2.0]})
+@pytest.fixture(scope="module")
+def real_examples():
+    pytest.importorskip("tqdm").tqdm.monitor_interval = 0  # it watches bars with a thread, which stays
+    return pytest.importorskip("datasets").Dataset.from_dict({"x": [0.0, 1.0, 2.0]})
+
+
+def test_real_hugging_face_dataset_needs_a_batch_size(real_examples):
+    data = real_examples
     with pytest.raises(StrategyError, match="global_batch_size="):
         distribute(data, FakeHost(2))
     (batch,) = distribute(data.with_format("torch"), FakeHost(2), global_batch_size=3)

@@ -18,6 +18,8 @@ from torch.nn.functional import cross_entropy
 
 from stratagem.objects import kinds
 from stratagem.objects.captured import Captured, Delivery
+from stratagem.objects.comparing import Same
+from stratagem.objects.kind import CONTENT
 from stratagem.processes.packing import find_unsendable, pack
 from stratagem.processes.registry import Registry
 
@@ -312,7 +314,7 @@ def test_known_object_inside_a_new_one_is_looked_at(holder: Callable[[Any], Any]
     held = holder(seen)
     seen.append(2)
     changes = [members for members, _ in captured.prepare(lambda: held).changes]
-    assert {kinds.CONTENT: (1, 2)} in changes
+    assert {CONTENT: (1, 2)} in changes
 
 
 def test_opaque_attributes_of_a_distributed_module_are_seen() -> None:
@@ -334,9 +336,9 @@ def test_opaque_attributes_of_a_distributed_module_are_seen() -> None:
 
 def test_what_is_compared_by_what_it_is_does_not_rest_on_its_address() -> None:
     lines: list[Any] = [(each for each in "ab") for _ in range(2)]
-    gone, here = kinds.Same(lines.pop()), kinds.Same(lines[0])
-    assert here == kinds.Same(lines[0])
-    assert gone not in (here, kinds.Same(each for each in "ab"))
+    gone, here = Same(lines.pop()), Same(lines[0])
+    assert here == Same(lines[0])
+    assert gone not in (here, Same(each for each in "ab"))
 
 
 def test_many_objects_that_are_in_use_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:

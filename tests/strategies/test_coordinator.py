@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import stratagem as sg
-from stratagem.errors import NonFiniteGradientError, StepCancelledError, StrategyError
+from stratagem.errors import EndOfDataError, NonFiniteGradientError, StepCancelledError, StrategyError
 from stratagem.strategies import coordinator as module
 from tests.steps import falling_step
 
@@ -111,6 +111,25 @@ def test_error_cancels_what_was_not_begun(coordinator: sg.ClusterCoordinator, tm
     assert coordinator.schedule(int).fetch() == 0
 
 
+@pytest.mark.parametrize("told", ["schedule", "join", "done"])
+def test_error_is_that_of_its_function_in_fetch_and_told_once_by_the_coordinator(
+    coordinator: sg.ClusterCoordinator, told: str
+) -> None:
+    def fail(row: int) -> None:
+        raise ValueError(f"bad row {row}")
+
+    value = coordinator.schedule(fail, args=(812,))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bad row 812"):
+            value.fetch()
+    with pytest.raises(ValueError, match="bad row 812"):  # as in TensorFlow, whoever has fetched it
+        coordinator.schedule(int) if told == "schedule" else getattr(coordinator, told)()
+    coordinator.join()
+    assert coordinator.schedule(int).fetch() == 0
+    with pytest.raises(ValueError, match="bad row 812"):
+        value.fetch()
+
+
 def test_failure_cancels_what_was_not_begun_before_anybody_looks(
     coordinator: sg.ClusterCoordinator, tmp_path: Path
 ) -> None:
@@ -193,10 +212,14 @@ def test_gradients_that_are_not_finite_are_judged_as_in_run(four_cpus: None) -> 
 def test_end_of_data_is_told_as_what_it_is(coordinator: sg.ClusterCoordinator) -> None:
     iterator = iter(coordinator.create_per_worker_dataset(tuple))
     value = coordinator.schedule(next, args=(iterator,))
-    with pytest.raises(StopIteration):
+    with pytest.raises(
+        StopIteration, match=r"worker \d has no more data in this pass, after 0 batches; iter\(dataset\)"
+    ):
         coordinator.fetch([value])
-    with pytest.raises(StopIteration):
+    with pytest.raises(EndOfDataError, match="worker"):
         coordinator.join()
+    assert coordinator.fetch(coordinator.schedule(lambda batches: [*batches], args=(iterator,))) == []
+    assert coordinator.fetch(coordinator.schedule(next, args=(iterator, "end"))) == "end"
     result = coordinator.strategy.run(lambda: next(iter(())))
     with pytest.raises(StopIteration):
         coordinator.strategy.local_results([result])[0]

@@ -238,3 +238,52 @@ def test_variables_that_are_returned_stay_on_the_device(inventory: Inventory) ->
         assert sg.config.get_memory_info("gpu:0")["current"] == used > 0
         names = [sg.device_of(each).name for each in (state["weight"], model.weight, made)]
         assert names == ["/device:GPU:0", "/device:GPU:0", "/device:CPU:0"]
+
+
+def test_log_has_what_asynchronous_workers_do(inventory: Inventory) -> None:
+    inventory.simulate("GPU", 2)
+    with sg.ParameterServerStrategy(devices=TWO) as strategy:
+        with strategy.scope():
+            model = nn.Linear(4, 4)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> str:
+            optimizer.zero_grad()
+            loss = model(x).sum()
+            loss.backward()
+            optimizer.step()
+            return sg.device_of(loss).name
+
+        coordinator, x = sg.ClusterCoordinator(strategy), torch.ones(4, 4)
+        with sg.log_placement() as log:
+            found = coordinator.fetch([coordinator.schedule(step, args=(x,)) for _ in range(2)])
+            late = coordinator.schedule(step, args=(x,))
+        coordinator.schedule(step, args=(x,)).fetch()
+        found.append(late.fetch())  # belongs to the block, whenever it is done
+    lines = [(each.operation, each.device, each.file == __file__) for each in log.records]
+    assert sorted(lines) == sorted((what, device, True) for device in found for what in ("Linear", "Sum", "Backward"))
+    assert {each.name.partition("/")[0] for each in log.records} == {f"replica_{each[-1]}" for each in found}
+
+
+def test_what_a_step_returns_is_the_programs_and_what_it_only_keeps_is_counted(inventory: Inventory) -> None:
+    inventory.simulate("GPU", 1, memory_limit=LIMIT)
+    kept: list[torch.Tensor] = []
+
+    def used(num_mib: int, *, returns: bool) -> int:
+        def step() -> torch.Tensor | None:
+            kept.append(torch.ones(num_mib * MIB // 4))
+            return kept[-1] if returns else None
+
+        before = sg.config.get_memory_info("gpu:0")["current"]
+        strategy.run(step)
+        return round((sg.config.get_memory_info("gpu:0")["current"] - before) / MIB)
+
+    with sg.OneDeviceStrategy("gpu:0") as strategy:
+        assert used(8, returns=False) == 8
+        assert used(8, returns=True) == 0  # it may be anywhere in the program from here on
+        assert [sg.device_of(each).name for each in kept] == ["/device:GPU:0", "/device:CPU:0"]
+        with pytest.raises(sg.OutOfMemoryError, match=f"its limit is {LIMIT} MiB"):
+            used(LIMIT - 4, returns=True)  # while the step runs it counts
+        kept.clear()
+        assert used(LIMIT - 4, returns=True) == 0
+        kept.clear()

@@ -413,4 +413,4 @@ def test_weights_that_are_only_read_through_data_stay_those_of_their_replica(fou
         model.weight.data.norm()
         seen.append(strategy.run(step, args=(batch,)))
         moved = [float(two - one) for one, two in zip(*(each.values for each in seen), strict=True)]
-        assert moved == [-1.0, -2.0]
+        assert moved == pytest.approx([-1.0, -2.0])  # of random weights

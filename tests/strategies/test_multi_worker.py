@@ -3,7 +3,6 @@
 import contextlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,15 +15,14 @@ from stratagem.cluster.resolvers.simple import SimpleResolver
 from stratagem.engine import machines as workers_module
 from stratagem.errors import ClusterJoinError, StratagemWarning, StrategyError
 from stratagem.variables import agreement
+from tests.cluster.conftest import token_file
 from tests.cluster.tasks import TaskProcess, free_ports, workers
 from tests.faults import worker_program
 from tests.travelling import TRAVELLING
 
+__all__ = ["token_file"]
 
-@pytest.fixture(autouse=True)
-def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    token.create(tmp_path / "token")
-    monkeypatch.setenv("STRATAGEM_TOKEN_FILE", str(tmp_path / "token"))
+pytestmark = pytest.mark.usefixtures("token_file")
 
 
 def tf_config(monkeypatch: pytest.MonkeyPatch, cluster: dict[str, Any], job: str, index: int) -> None:

@@ -19,7 +19,7 @@ from stratagem.cluster.launch.user_program import UserProgram
 from stratagem.errors import LaunchError
 
 if TYPE_CHECKING:
-    from stratagem.cluster.launch.local_launcher import LaunchOutcome
+    from stratagem.cluster.launch.launching import LaunchOutcome
     from stratagem.cluster.launch.output import Screen
     from stratagem.cluster.launch.plan import LaunchPlan
 
@@ -136,7 +136,8 @@ def run(
         _execute(named, devices)
     # Imported here, for torch takes over a second and a program that is merely executed must not wait for it.
     from stratagem.cluster.launch.agent import Patience
-    from stratagem.cluster.launch.local_launcher import LocalLauncher
+    from stratagem.cluster.launch.launching import Launching
+    from stratagem.cluster.launch.local_launcher import launch_here
     from stratagem.cluster.launch.plan import Machine, Order, make_plan
     from stratagem.devices.inventory import this_process
 
@@ -153,18 +154,15 @@ def run(
     )
     screen = _screen("all" if verbose else show)
     if ray is not None:
-        from stratagem.cluster.ray.ray_launcher import RayLauncher, RayOrder, make_ray_plan
+        from stratagem.cluster.ray.ray_launcher import RayOrder, launch_on_ray, make_ray_plan
 
         asked = RayOrder(ray or None, cpus_per_worker, gpus_per_worker, join_timeout)
     plan = make_plan(order, this_process()) if ray is None else make_ray_plan(order)
     if only_says:
         _tell(plan, screen, why=explain, as_json=as_json)
         return
-    patience = Patience(grace_s=grace, evaluator_s=evaluator_grace)
-    if ray is None:
-        outcome = LocalLauncher(screen, say=_say, log_dir=log_dir, patience=patience).launch(plan)
-    else:
-        outcome = RayLauncher(screen, asked, say=_say, log_dir=log_dir, patience=patience).launch(order)
+    how = Launching(screen, _say, log_dir, Patience(grace_s=grace, evaluator_s=evaluator_grace))
+    outcome = launch_here(plan, how) if ray is None else launch_on_ray(order, asked, how)
     if outcome.stopped_by is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is ending already
     _report(outcome)

@@ -12,6 +12,7 @@ hundreds of them, and each operation costs more than what it adds.
 
 import cmath
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
@@ -120,6 +121,7 @@ class WindowExchange:
             self._windows.append(_Window(start, shown, whole, self._runs(own)))
         # Where small pieces are shown, for each window and each of its buffers.
         self._places: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._gaps: dict[int, torch.Tensor] = {}  # what lies between segments that are summed together
 
     def is_small(self, segment: int) -> bool:
         """Whether a segment is shown whole, so that it may be given in any form."""
@@ -275,11 +277,22 @@ class WindowExchange:
                 parts = [slots[rank, first - start : last - start] for rank in range(self._signals.size)]
                 # Between segments lies what earlier windows left: only if the sum is not finite is it worth to look.
                 is_finite = _add(parts, self._sum[first:last])
+                self._clear_between(run)
                 return is_finite or all(bool(self._sum[begin:end].isfinite().all()) for _, begin, end in run)
         is_finite = True
         for piece in run:  # all of them, whatever comes of the first
             is_finite &= self._sum_piece(vectors[piece[0]], piece, slots, start)
         return is_finite
+
+    def _clear_between(self, run: Sequence[Piece]) -> None:
+        """Makes what lies between segments zero, so that an update of all of them leaves that alone."""
+        if len(self._windows) <= 1:
+            return  # nothing else is ever shown there
+        key = run[0][1]
+        if key not in self._gaps:
+            gaps = [torch.arange(one[2], other[1]) for one, other in itertools.pairwise(run)]
+            self._gaps[key] = torch.cat(gaps)
+        self._sum.index_fill_(0, self._gaps[key], 0)
 
     def _sum_piece(self, vector: torch.Tensor | None, piece: Piece, slots: torch.Tensor, start: int) -> bool:
         segment, first, last = piece

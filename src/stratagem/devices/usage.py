@@ -137,11 +137,10 @@ def _of_process(folder: Path) -> Iterator[Usage]:
         for entry in (folder / "fd").iterdir():
             if _link_of(entry) == _LINK:
                 said = json.loads(entry.read_bytes())
-                if said["pid"] == int(folder.name):
+                if said["pid"] == int(folder.name):  # not what a fork has of the process that it comes from
                     held = Host().memory_of(said["pid"])
                     for device, row in said["devices"].items():
                         yield _usage(device, row, said, held)
-                return
 
 
 def _link_of(entry: Path) -> str | None:

@@ -8,7 +8,7 @@ import contextlib
 import gc
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -168,12 +168,18 @@ def run(
     state_diff.apply(call.changes, this_child().registry.resolve)  # type: ignore[union-attr]
     if call.seed is not None:
         seed_everything(seed_of(call.seed, runtime.global_rank))
-    listening = log_placement() if call.surroundings.logs else contextlib.nullcontext()
-    with state_diff.surrounded_by(call.surroundings), listening as log, scopes.recording():
+    with surrounded_by(call.surroundings) as placed:
         result = runtime.run(call, function, args, kwargs)
     packed = per_replica.pack_result(result, _results)
-    placed = log.records if log is not None else ()
     return Answer(runtime.unsettled, runtime.busy_s, runtime.take_skipped(), packed, placed)
+
+
+@contextlib.contextmanager
+def surrounded_by(wanted: state_diff.Surroundings) -> Iterator[Sequence[PlacementRecord]]:
+    """A block for a function of the program, as if where it was given; yields where its operations run, if asked."""
+    listening = log_placement() if wanted.logs else contextlib.nullcontext()
+    with state_diff.surrounded_by(wanted), listening as log, scopes.recording():
+        yield log.records if log is not None else ()
 
 
 def take(delivery: captured.Delivery, replica: int) -> None:

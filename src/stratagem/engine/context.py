@@ -8,8 +8,8 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, final
 
 import numpy as np
 import torch
@@ -17,12 +17,14 @@ import torch
 from stratagem import _tree
 from stratagem.collectives import differentiable
 from stratagem.collectives.collective import Collective
+from stratagem.engine.sync import Syncing
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
 from stratagem.objects.per_replica import PerReplica
-
-if TYPE_CHECKING:
-    from stratagem.engine.replica import Replica
+from stratagem.variables import aggregation
+from stratagem.variables.aggregation import Aggregation
+from stratagem.variables.participant import Updating
+from stratagem.variables.store import OwnPart
 
 
 class HasParameters(Protocol):
@@ -47,20 +49,15 @@ class OpenRuntime(Protocol):
         """The modules and other objects that have been given out."""
 
 
-class Contributing(Protocol):
+class Contributing(Updating, Syncing, Protocol):
     """A replica whose gradients are summed with those of others."""
+
+    def sum_set_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Sums gradients that the program has set."""
 
     @property
     def all_counts(self) -> tuple[int, ...] | None:
         """How many examples of this step each replica has, if that is known."""
-
-    @property
-    def all_counted(self) -> list[bool]:
-        """Which replicas have examples in this step."""
-
-    @property
-    def share(self) -> float:
-        """This replica's part of the examples."""
 
     @property
     def loss_weight(self) -> float:
@@ -74,6 +71,14 @@ class Contributing(Protocol):
 
     def no_contribution(self) -> None:
         """Takes part in a backward pass of the others, and adds nothing to it."""
+
+    def backward(
+        self, original: Callable[..., None], tensors: Any, grad_tensors: Any, *args: Any, **options: Any
+    ) -> None:
+        """A backward pass of the program's, after which gradients are those of the global batch."""
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which backward passes only add up this replica's own gradients."""
 
 
 @final
@@ -124,6 +129,11 @@ class ReplicaContext:
     def share(self) -> float:
         """This replica's part of the rows of the global batch; 0 if it has none."""
         return self._share if self._replica is None else self._replica.share
+
+    @property
+    def num_examples(self) -> int:
+        """How many rows of the global batch this replica has; 1 if its batch has none, 0 if it trains alone."""
+        return 0 if self._replica is None else int(self._replica.num_examples)
 
     @property
     def loss_weight(self) -> float:
@@ -204,6 +214,54 @@ class ReplicaContext:
         if not callable(function):
             raise StrategyError(f"update calls a function that changes variables, got {type(function).__name__}")
         self._updating(function)
+
+    # What the library's own ways of training need
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether nobody's gradients are summed with those of this replica."""
+        return self._replica is None
+
+    def sum_set_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Makes gradients that the program has set those of the global batch; every replica must come here."""
+        if self._replica is not None:
+            self._replica.sum_set_gradients(parameters)
+
+    def may_update(self, parameters: Iterable[torch.Tensor], *, checked: bool) -> bool:
+        """Whether gradients are fit to be applied, the same in every replica; `checked` if they are known to be."""
+        return self._replica is None or self._replica.may_update(parameters, checked=checked)
+
+    def split_update(
+        self, parameters: Iterable[torch.Tensor], *, checked: bool
+    ) -> contextlib.AbstractContextManager[bool]:
+        """Around an update of which each replica does its own part; gives whether to make it."""
+        if self._replica is None:
+            return contextlib.nullcontext(True)
+        return self._replica.split_update(parameters, checked=checked)
+
+    def own_part(self, tensor: torch.Tensor) -> OwnPart | None:
+        """What this replica updates of a tensor for all; `None` if each updates the whole of its own.
+
+        Raises:
+            KeyError: The tensor is not distributed yet.
+        """
+        return None if self._replica is None else self._replica.copies.own_part(tensor)
+
+    def publish_written(self) -> None:
+        """Makes parameters that the step wrote to itself, the same in every replica, everyone's; all must come here."""
+        if self._replica is not None:
+            self._replica.publish_written()
+
+    def joined(self, how: Aggregation, before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+        """The value that all replicas have of a tensor; every one must come here.
+
+        Args:
+            how: How it is made of what each has.
+            before: What all had.
+            now: What this one has.
+        """
+        first = 0 if self._replica is None else self._replica.first_with_examples
+        return aggregation.joined(self._collective, how, before, now, self.share, first)
 
     def merge_call(
         self, function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -317,7 +375,7 @@ state = _State()
 
 # What all open strategies have in this process, and the runs that it is in, innermost last.
 open_runtimes: list[OpenRuntime] = []
-current_runs: "list[Replica]" = []
+current_runs: list[Contributing] = []
 
 # Those who must be told before the main program reads what was made in a scope.
 readers: "weakref.WeakSet[Reader]" = weakref.WeakSet()
@@ -338,6 +396,16 @@ def has_strategy() -> bool:
         False
     """
     return bool(state.scopes or state.replicas)
+
+
+def current_scope() -> Any | None:
+    """The strategy whose scope the code is in, the innermost of several; `None` outside."""
+    return state.scopes[-1] if state.scopes else None
+
+
+def holders_of(obj: Any) -> list[Any]:
+    """The open strategies whose replicas have been given an object."""
+    return [each.strategy for each in open_runtimes if any(given is obj for given in each.distributed())]
 
 
 def current_replica() -> ReplicaContext | None:

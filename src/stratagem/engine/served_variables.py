@@ -102,8 +102,8 @@ class ServedVariables:
             _require_torchs(each)
         specs = [describe_optimizer(each, self._names) for each in self._optimizers]
         specs += [keras.described(each, self._names) for each in self._keras]
-        self._is_synchronous = pacing.num_gradients is not None
-        if len(specs) > 1 and pacing.num_gradients not in (None, len(pacing.members)):
+        self._is_synchronous = pacing.consistency.shares_steps
+        if len(specs) > 1 and self._is_synchronous and not pacing.consistency.needs_all(len(pacing.members)):
             raise StrategyError(
                 "a worker that has missed a step would push for another optimizer than the rest; have one optimizer "
                 "with Synchronous(backup_workers=...), and a group for each kind of parameter"

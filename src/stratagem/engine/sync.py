@@ -13,22 +13,18 @@ from typing import Protocol, final
 
 import torch
 
-from stratagem.collectives.collective import Collective
 from stratagem.objects.tracking import untracked
 from stratagem.variables.copies import Copies
+from stratagem.variables.participant import Participant
 
 _CHUNK_BYTES = 25 * 2**20
 
 
-class Syncing(Protocol):
+class Syncing(Participant, Protocol):
     """One replica, as its sync sees it."""
 
     @property
     def copies(self) -> Copies: ...
-
-    @property
-    def collective(self) -> Collective:
-        """How replicas of all machines exchange tensors."""
 
     @property
     def share(self) -> float:

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeAlias, final
 
 import numpy as np
 import torch
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from stratagem import _torch
 from stratagem._checks import StaysHere
@@ -39,8 +40,11 @@ class Graph(StaysHere):
     Inside the block everything that torch computes on tensors of the graph is recorded with the device that the scopes
     around it ask for, gradients and in-place changes included; shapes and types are known at once. Parameters of
     modules, and tensors that are changed in place, become variables, other tensors constants. What concerns no tensor
-    of the graph is computed at once, as ever; so is `torch.rand(2)`: random numbers of a graph come from operations on
-    its tensors, such as dropout. Gradients that `backward()` puts into parameters are there until the block ends.
+    of the graph is computed at once, as ever, and belongs to the device of the scopes around it. Random numbers that
+    are made in the block (`torch.rand(2)`, and what is computed of it) are values for the program, to be fed or put
+    into a weight; where the graph uses them, or they are fetched, they are drawn anew in each run, from torch's
+    generator of that time (`torch.manual_seed`). `sg.constant(torch.rand(2))`, weights and buffers keep theirs.
+    Gradients that `backward()` puts into parameters are there until the block ends.
 
     Example:
         >>> with Graph() as graph:
@@ -86,6 +90,8 @@ class Graph(StaysHere):
         stack = contextlib.ExitStack()
         stack.enter_context(scopes.recording())
         stack.enter_context(_torch.without_mkldnn())
+        buffers = register_module_buffer_registration_hook(lambda _, __, buffer: self.recorder.drawn.keep(buffer))
+        stack.callback(buffers.remove)
         stack.enter_context(RecordingMode(self.recorder))
         _open.graphs.append(self)
         self._entered.append(stack)

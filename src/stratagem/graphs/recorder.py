@@ -8,6 +8,7 @@ part of a changed one are made again. Functions that only concern the program's 
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, final
@@ -20,6 +21,7 @@ from stratagem._caller import shown_line, users_line
 from stratagem.devices.device_spec import DeviceSpec
 from stratagem.errors import GraphError
 from stratagem.graphs import recording_rules
+from stratagem.graphs.drawn import Draw, DrawnNumbers
 from stratagem.graphs.graph_tensor import Cell, GraphTensor, View, no_value
 from stratagem.graphs.nodes import (
     Node,
@@ -52,6 +54,7 @@ class GraphRecorder:
 
     Attributes:
         sizes: The unknown sizes of the graph, if it has any.
+        drawn: The random numbers that the program has made while it recorded.
     """
 
     def __init__(self, *, adopts_all: bool = False) -> None:
@@ -64,6 +67,7 @@ class GraphRecorder:
         self._adopted: dict[int, tuple[torch.Tensor, Cell]] = {}
         self._constants = WeakIdKeyDictionary()
         self._born = WeakIdKeyDictionary()
+        self.drawn = DrawnNumbers()
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._by_sequence: dict[int, Node] = {}
 
@@ -77,7 +81,7 @@ class GraphRecorder:
         num_bytes = sum(each.numel() * each.element_size() for each in outputs) if kind is NodeKind.VARIABLE else None
         operation = scopes.Operation(type_name, name, tuple(each.node for each in inputs), num_bytes)
         spec = scopes.spec_for(operation)
-        file, line = users_line()
+        file, line = fields.pop("made_at", None) or users_line()
         fields |= {"spec": spec, "line": shown_line(file, line), "file": file, "outputs": tuple(outputs)}
         node = Node(len(self.nodes), kind, name, type_name, **fields)
         self._note_gradient(node)
@@ -125,8 +129,10 @@ class GraphRecorder:
         """What is fetched or fed with a tensor; of a variable, its value. None if it is not of this graph."""
         if isinstance(tensor, GraphTensor):
             cell = tensor.cell if tensor.recorder is self else None
+        elif id(tensor) in self._adopted:
+            cell = self._adopted[id(tensor)][1]
         else:
-            cell = self._adopted[id(tensor)][1] if id(tensor) in self._adopted else None
+            cell = self._captured(tensor) if tensor in self.drawn else None
         if cell is None:
             return None
         return NodeOutput(cell.variable, 0) if cell.variable is not None else self._current(cell)
@@ -137,14 +143,7 @@ class GraphRecorder:
         """One operation of torch: noted if it concerns the graph, otherwise run."""
         tensors = [each for each in _tree.leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         if not (self._concerns(function, tensors) or self._has_symbols(args)):
-            result = function(*args, **kwargs)
-            if (
-                function not in recording_rules.SAME or args[0] in self._born
-            ):  # `parameter.data` is the parameter's memory
-                for each in _tree.leaves(result):
-                    if isinstance(each, torch.Tensor):
-                        self._born[each] = True
-            return result
+            return self._at_once(function, args, kwargs)
         if function in recording_rules.NEEDS_VALUES:
             raise no_value(self._name(tensors[0]), recording_rules.NEEDS_VALUES[function])
         if function in recording_rules.SAME:
@@ -155,6 +154,18 @@ class GraphRecorder:
         if _torch.schema_of(function).is_mutable:
             return self._in_place(function, args, kwargs)
         return self._out_of_place(function, args, kwargs)
+
+    def _at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What concerns only tensors of the program; those that it makes belong where the scopes are now."""
+        writes = _torch.schema_of(function).is_mutable
+        if writes and not (isinstance(args[0], torch.Tensor) and args[0] in self._born):
+            return function(*args, **kwargs)  # into what was there before: weights, buffers, data
+        result = self.drawn.run(function, args, kwargs)
+        if function not in recording_rules.SAME or args[0] in self._born:  # `parameter.data` is the parameter's memory
+            for each in _tree.leaves(result):
+                if isinstance(each, torch.Tensor) and each not in self._born:
+                    self._born[each] = scopes.frame()
+        return result
 
     def _concerns(self, function: Any, tensors: Sequence[torch.Tensor]) -> bool:
         if any(isinstance(each, GraphTensor) or id(each) in self._adopted for each in tensors):
@@ -178,7 +189,9 @@ class GraphRecorder:
         made = [None if each is None else self.tensor(node, next(indices), view=view) for each in leaves]
         return _tree.unflatten(made, structure)
 
-    def _operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Node, Any]:
+    def _operation(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **fields: Any
+    ) -> tuple[Node, Any]:
         """The node of an operation, and what it returns with tensors that have only a shape."""
         args, kwargs = self._templates(args), {name: self._templates(each) for name, each in kwargs.items()}
         type_name = recording_rules.type_name(function)
@@ -186,7 +199,7 @@ class GraphRecorder:
         metas = [each for each in _tree.leaves(result) if each is not None]
         if not all(isinstance(each, torch.Tensor) for each in metas):
             raise GraphError(f"{function} gives something that is not a tensor; a graph holds tensors only")
-        node = self.add(NodeKind.OPERATION, type_name, metas, function=function, args=args, kwargs=kwargs)
+        node = self.add(NodeKind.OPERATION, type_name, metas, function=function, args=args, kwargs=kwargs, **fields)
         if self.sizes is not None:
             try:
                 self.sizes.require_no_number(node)
@@ -227,9 +240,7 @@ class GraphRecorder:
         if torch.is_grad_enabled():
             for target in targets:
                 self._require_whole(target, recording_rules.type_name(function))
-        defaults = [
-            each.default_value for each in _torch.schema_of(function).arguments[len(args) :] if not each.kwarg_only
-        ]
+        defaults = recording_rules.defaults_after(function, len(args))
         if overload is _aten.bernoulli.p and _memory_order(targets[0].output.meta) != [*range(args[0].dim())]:
             self._change(targets[0], self._chance(targets[0], (*args[1:], *defaults), kwargs))
             return args[0]
@@ -363,10 +374,30 @@ class GraphRecorder:
         """A tensor of the program as it is now; kept once while it does not change."""
         known = self._constants.get(tensor)  # type: ignore[no-untyped-call]
         if known is None or known[0] != _torch.version_of(tensor):
-            known = (_torch.version_of(tensor), Cell(NodeOutput(self.constant(tensor), 0)))
+            known = (_torch.version_of(tensor), Cell(self._value_of(tensor)))
             self._constants[tensor] = known
         cell: Cell = known[1]
         return cell
+
+    def _value_of(self, tensor: torch.Tensor) -> NodeOutput:
+        """A constant, or what draws random numbers, where the program has made it."""
+        found = self.drawn.draw_of(tensor)
+        if found is None:
+            with scopes.inside(self._born.get(tensor) or scopes.frame()):  # type: ignore[no-untyped-call]
+                return NodeOutput(self.constant(tensor), 0)
+        draw, slot = found
+        # Numbers that the program drew before are drawn before: the same seed gives what torch gives.
+        earlier = itertools.takewhile(lambda each: each is not draw, self.drawn.sources())
+        for each in (*earlier, draw):
+            if each.node is None:
+                each.node = self._redrawn(each)
+        return NodeOutput(draw.node, slot)  # type: ignore[arg-type]
+
+    def _redrawn(self, draw: Draw) -> Node:
+        draw.require_unchanged()
+        with scopes.recording(), scopes.inside(draw.frame):
+            node, _ = self._operation(draw.function, draw.args, draw.kwargs, made_at=draw.made_at)
+        return node
 
     def _current(self, cell: Cell) -> NodeOutput:
         """What a cell stands for; a part of a tensor that was changed is taken of it again."""

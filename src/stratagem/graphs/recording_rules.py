@@ -79,6 +79,11 @@ def put_back(function: Any, args: tuple[Any, ...], whole: torch.Tensor, part: to
     return None
 
 
+def defaults_after(function: Any, num_given: int) -> list[Any]:
+    """What an operation takes for the arguments without names that a call leaves out."""
+    return [each.default_value for each in _torch.schema_of(function).arguments[num_given:] if not each.kwarg_only]
+
+
 @functools.cache
 def functional(function: Any) -> Any:
     """The operation that computes what an in-place one writes into its first argument; None if there is none."""

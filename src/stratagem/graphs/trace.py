@@ -1,6 +1,7 @@
 """Records a function as a graph: `sg.trace`."""
 
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -104,7 +105,8 @@ def trace(function: Callable[..., Any], *examples: Any) -> Traced:
             if isinstance(example, torch.Tensor) and example.requires_grad:
                 made.requires_grad_()
         try:
-            outputs = _tree.map(_output, function(*_tree.unflatten(given, structure)))
+            output = functools.partial(_output, graph.recorder)
+            outputs = _tree.map(output, function(*_tree.unflatten(given, structure)))
         finally:
             graph.recorder.give_back_gradients()
         traced = Traced(graph, tuple(each for each in given if isinstance(each, GraphTensor)), outputs, graph.updates)
@@ -112,10 +114,13 @@ def trace(function: Callable[..., Any], *examples: Any) -> Traced:
         return traced
 
 
-def _output(value: Any) -> Any:
+def _output(recorder: GraphRecorder, value: Any) -> Any:
     """What a function returns, without the gradients' own graph, which would keep everything alive."""
     if not isinstance(value, torch.Tensor):
         return value
+    drawn = recorder.lookup(value) if value in recorder.drawn else None
+    if drawn is not None:
+        return recorder.tensor(*drawn)
     if not isinstance(value, GraphTensor):
         raise GraphError(
             f"the function returns a tensor {described(value)} that depends neither on its arguments nor on tensors "

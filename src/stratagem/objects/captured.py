@@ -8,31 +8,31 @@ looked at. Objects that a step made have no name: they are part of what holds th
 """
 
 import bisect
-import collections
 import functools
 import itertools
 import sys
 import types
 import weakref
-import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from stratagem import _torch, _tree
+from stratagem import _tree
 from stratagem.objects import kinds
-from stratagem.objects.kinds import Kind, Namespace, Token
+from stratagem.objects.comparing import FIXED, VALUES, Token
+from stratagem.objects.kind import Kind
+from stratagem.objects.kinds import Namespace
+from stratagem.objects.known_objects import KnownObject, Stamp
 from stratagem.objects.per_replica import Deferred, PerReplica
-from stratagem.processes.packing import Raw, can_be_packed, global_names, is_filled, pack, travels_by_value
+from stratagem.objects.random_kinds import GIVEN_RANDOM
+from stratagem.objects.token_maker import DEFINITIONS, TokenMaker, is_large
+from stratagem.processes.packing import Raw, can_be_packed, global_names, travels_by_value
 from stratagem.processes.registry import Registry, namespace_name, view_name
 
 _MAX_NODES = 20_000  # then what the last run did not use is dropped: cycles that nobody else has are found no other way
 _UNKNOWN = object()  # the token of what a child may have in any state
-_KEPT_IN_CELLS = (int, float, complex, str, bytes, type(None), tuple, list, dict, set, torch.Tensor, np.ndarray)
-_DEFINITIONS = (types.FunctionType, type, types.ModuleType)
 
 Members = tuple[dict[Any, Any], list[Any]]
 """Members that an object gets, by key, and the keys of those that it loses."""
@@ -50,57 +50,6 @@ class Delivery(NamedTuple):
     dropped: list[int]
 
 
-class _Stamp(NamedTuple):
-    """What an object was made of when it was last looked at closely.
-
-    None of it can have given its place in memory to something else as long as it is kept, alive or known.
-    """
-
-    identities: tuple[int, ...]
-    kept: list[Any]
-    alive: list[weakref.ref[Any]]
-    known: list["_Node"]
-
-    def holds(self, identities: tuple[int, ...] | None) -> bool:
-        """Whether the object, which has these identities now, is made of the same."""
-        return (
-            identities == self.identities
-            and not any(node.is_dropped for node in self.known)
-            and all(reference() is not None for reference in self.alive)
-        )
-
-
-@final
-class _Node:
-    """An object that children have, or are about to get."""
-
-    __slots__ = ("is_dropped", "is_sent", "kind", "left_out", "name", "owners", "stamp", "state", "strong", "weak")
-
-    def __init__(self, name: int, kind: Kind) -> None:
-        self.name = name
-        self.kind = kind
-        self.state: dict[Any, Token] = {}
-        self.left_out: set[Any] = set()  # members that cannot be sent
-        self.stamp: _Stamp | None = None
-        self.is_sent = self.is_dropped = False
-        self.strong: Any = None
-        self.weak: weakref.ref[Any] | None = None
-        self.owners: list[tuple[weakref.ref[types.FunctionType], int]] = []  # of a cell: who have it, at which place
-
-    def get(self) -> Any:
-        """The object, if it still exists."""
-        if self.weak is not None:
-            return self.weak()
-        for reference, place in self.owners:
-            if (function := reference()) is not None:
-                return function.__closure__[place]  # type: ignore[index]
-        return self.strong
-
-    def keep_cell(self, cell: types.CellType) -> None:
-        """Keeps a cell beyond its functions, for those defined anew; not one that could lead back to itself."""
-        self.strong = cell if is_filled(cell) and isinstance(cell.cell_contents, _KEPT_IN_CELLS) else None
-
-
 @final
 class Captured:
     """What children have of the objects that the main program's functions use, as the main program remembers it.
@@ -112,13 +61,13 @@ class Captured:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._numbers = itertools.count(1)
-        self._nodes: dict[int, _Node] = {}  # by `id`
-        self._distributed: dict[int, _Node] = {}  # by name
+        self._nodes: dict[int, KnownObject] = {}  # by `id`
+        self._distributed: dict[int, KnownObject] = {}  # by name
         self._seen: set[int] = set()  # distributed objects that have been looked at
         self._dropped: list[int] = []
         self._memory: list[tuple[int, int, int]] | None = None  # of distributed tensors: from, to, name
         self._limit = _MAX_NODES
-        self._in_run: list[_Node] = []  # what the function of the last delivery can reach
+        self._in_run: list[KnownObject] = []  # what the function of the last delivery can reach
         self.new_globals: dict[int, Collection[str]] = {}  # of namespaces, in the last delivery
 
     def prepare(self, *roots: Any) -> Delivery:
@@ -138,7 +87,7 @@ class Captured:
 
     def note_run(self) -> None:
         """Notes the state after a run in this process: what steps changed lives in their replicas."""
-        tokens = _TokenMaker(self.name_of, self.knows)
+        tokens = TokenMaker(self.name_of, self.knows)
         for node in self._in_run:
             obj = node.get()
             if obj is not None and not self.is_as_before(node, obj):
@@ -195,9 +144,9 @@ class Captured:
         offset = (start - self._memory[place][0]) // obj.element_size()
         return view_name(self._memory[place][2], obj, offset)
 
-    def add(self, obj: Any, kind: Kind, owner: tuple[types.FunctionType, int] | None = None) -> _Node:
+    def add(self, obj: Any, kind: Kind, owner: tuple[types.FunctionType, int] | None = None) -> KnownObject:
         """Gives an object a name; a cell is known by a function that has it."""
-        node = self._nodes[id(obj)] = _Node(-next(self._numbers), kind)
+        node = self._nodes[id(obj)] = KnownObject(-next(self._numbers), kind)
         drop = functools.partial(_drop, weakref.ref(self), id(obj), node.name)
         if owner is not None:
             self.own(node, owner)
@@ -209,7 +158,7 @@ class Captured:
                 node.strong = obj
         return node
 
-    def own(self, node: _Node, owner: tuple[types.FunctionType, int]) -> None:
+    def own(self, node: KnownObject, owner: tuple[types.FunctionType, int]) -> None:
         """Notes that a function has a cell."""
         function, place = owner
         if all(reference() is not function for reference, _ in node.owners):
@@ -233,11 +182,11 @@ class Captured:
             if not node.owners and node.strong is None:
                 self.drop(key, name)
 
-    def node_of(self, obj: Any) -> _Node | None:
+    def node_of(self, obj: Any) -> KnownObject | None:
         """What is known of an object that functions use; a module is its dict of globals."""
         return self._nodes.get(id(vars(obj)) if type(obj) is types.ModuleType else id(obj))
 
-    def is_as_before(self, node: _Node, obj: Any) -> bool:
+    def is_as_before(self, node: KnownObject, obj: Any) -> bool:
         """Whether an object is as it was when this was last asked, but for objects in it that children know."""
         identities = node.kind.identities(obj)
         if node.stamp is not None and node.stamp.holds(identities):
@@ -245,20 +194,20 @@ class Captured:
         node.stamp = None if identities is None else self._stamp(identities, node.kind.used(obj))
         return False
 
-    def _stamp(self, identities: tuple[int, ...], used: Iterable[Any]) -> _Stamp | None:
-        made = _Stamp(identities, [], [], [])
+    def _stamp(self, identities: tuple[int, ...], used: Iterable[Any]) -> Stamp | None:
+        made = Stamp(identities, [], [], [])
         for each in used:
-            if type(each) in kinds.FIXED or (type(each) is tuple and kinds.FIXED.issuperset(map(type, each))):
+            if type(each) in FIXED or (type(each) is tuple and FIXED.issuperset(map(type, each))):
                 made.kept.append(each)
             elif (node := self.node_of(each)) is not None:
                 made.known.append(node)
-            elif each in self._registry or (isinstance(each, _DEFINITIONS) and not travels_by_value(each)):
+            elif each in self._registry or (isinstance(each, DEFINITIONS) and not travels_by_value(each)):
                 made.alive.append(weakref.ref(each))
             else:
                 return None
         return made
 
-    def distributed(self) -> list[_Node]:
+    def distributed(self) -> list[KnownObject]:
         """The distributed objects whose attributes are watched."""
         live = self._registry.live()
         for name in self._seen - live.keys():
@@ -266,11 +215,11 @@ class Captured:
         new, self._seen = live.keys() - self._seen - {0}, set(live)  # 0 is the strategy
         for name, obj in [(name, live[name]) for name in sorted(new)]:
             if (kind := kinds.kind_of_distributed(obj)) is not None:
-                node = self._distributed[name] = _Node(name, kind)
+                node = self._distributed[name] = KnownObject(name, kind)
                 node.weak, node.is_sent = weakref.ref(obj), True
                 # What leads to nothing that can change has come with it.
                 known = {key for key, value in kind.read(obj).items() if not _can_change(value)}
-                tokens = kind.tokens(obj, _TokenMaker(self.name_of, self.knows).token)
+                tokens = kind.tokens(obj, TokenMaker(self.name_of, self.knows).token)
                 node.state = {key: token for key, token in tokens.items() if key in known}
         return list(self._distributed.values())
 
@@ -359,15 +308,15 @@ class _Preparation:
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
-        self._changed: dict[int, tuple[_Node, Members]] = {}
-        self._new: dict[int, tuple[_Node, Any]] = {}
+        self._changed: dict[int, tuple[KnownObject, Members]] = {}
+        self._new: dict[int, tuple[KnownObject, Any]] = {}
         self._todo: list[Any] = []
-        self._known: list[_Node] = []
+        self._known: list[KnownObject] = []
         self._unknown: list[tuple[Any, Kind]] = []
-        self._tokens = _TokenMaker(_noting(captured, self._todo), captured.knows)
-        self._looked_at: dict[int, _Node] = {}
+        self._tokens = TokenMaker(_noting(captured, self._todo), captured.knows)
+        self._looked_at: dict[int, KnownObject] = {}
 
-    def reached(self) -> list[_Node]:
+    def reached(self) -> list[KnownObject]:
         """All that was found on the way."""
         return list((self._looked_at | {name: node for name, (node, _) in self._new.items()}).values())
 
@@ -381,7 +330,7 @@ class _Preparation:
         self._todo += [each for root in roots for each in _arguments(root)]
         for each in [each for root in roots for each in _given_generators(root)]:
             if self._captured.node_of(each) is None:
-                node = self._captured.add(each, kinds.GIVEN_RANDOM)
+                node = self._captured.add(each, GIVEN_RANDOM)
                 self._new[node.name] = node, each
             self._todo.append(each)
         self._name_all()
@@ -396,7 +345,7 @@ class _Preparation:
         }
         return Delivery(list(new.values()), list(changes.values()), names, self._captured.take_dropped())
 
-    def _find_changes(self, node: _Node) -> None:
+    def _find_changes(self, node: KnownObject) -> None:
         """Looks at an object that children have, once."""
         obj = node.get()
         if node.name in self._looked_at or node.name in self._new or obj is None:
@@ -410,7 +359,7 @@ class _Preparation:
             self._change(node, obj, now)
         self._follow(obj)
 
-    def _change(self, node: _Node, obj: Any, now: Mapping[Any, Token]) -> None:
+    def _change(self, node: KnownObject, obj: Any, now: Mapping[Any, Token]) -> None:
         before = node.state
         removed = [key for key in before if key not in now]
         keys = [key for key, token in now.items() if key not in before or before[key] != token]
@@ -419,10 +368,10 @@ class _Preparation:
         members = node.kind.read(obj)
         changed = {key: members[key] for key in keys}
         self._put(node, changed, removed)
-        if not _is_large(obj):
+        if not is_large(obj):
             self._todo += [*changed.keys(), *changed.values()]
 
-    def _put(self, node: _Node, members: Mapping[Any, Any], removed: Iterable[Any] = ()) -> None:
+    def _put(self, node: KnownObject, members: Mapping[Any, Any], removed: Iterable[Any] = ()) -> None:
         """Enters members that a child must get."""
         if node.kind.leaves_out or (isinstance(node.kind, Namespace) and node.kind.is_whole):
             # Most functions use little of a module: what cannot be sent is left out, unless children have another.
@@ -430,7 +379,7 @@ class _Preparation:
             node.left_out |= {
                 key
                 for key, each in members.items()
-                if not (key in had or type(each) in kinds.VALUES or can_be_packed(each, self._captured.name_of))
+                if not (key in had or type(each) in VALUES or can_be_packed(each, self._captured.name_of))
             }
             members = {key: each for key, each in members.items() if key not in node.left_out}
         _, (values, gone) = self._changed.setdefault(node.name, (node, ({}, [])))
@@ -449,7 +398,7 @@ class _Preparation:
                     self._name(value, kind)
 
     def _look_at(self, value: Any) -> None:
-        if type(value) in kinds.FIXED:
+        if type(value) in FIXED:
             return
         if isinstance(value, types.ModuleType):
             if travels_by_value(value):
@@ -457,7 +406,7 @@ class _Preparation:
         elif (node := self._captured.node_of(value)) is not None:
             self._find_changes(node)
         elif self._captured.name_of(value) is not None or (
-            isinstance(value, _DEFINITIONS) and not travels_by_value(value)
+            isinstance(value, DEFINITIONS) and not travels_by_value(value)
         ):
             return
         elif (found := kinds.kind_of(value)) is not None:
@@ -471,7 +420,7 @@ class _Preparation:
     def _name(self, value: Any, kind: Kind) -> None:
         node = self._captured.add(value, kind)
         self._new[node.name] = node, value
-        if _is_large(value):
+        if is_large(value):
             self._tokens.state(kind, value)  # finds what it refers to
             return
         members = kind.read(value)
@@ -525,71 +474,11 @@ class _Preparation:
 
     def _note(self) -> None:
         """Takes the state that children will have as the one to compare with."""
-        tokens = _TokenMaker(self._captured.name_of, self._captured.knows)
+        tokens = TokenMaker(self._captured.name_of, self._captured.knows)
         for node, _ in [*self._new.values(), *self._changed.values()]:
             obj = node.get()
             if obj is not None:
                 node.state = tokens.state(node.kind, obj)
-
-
-@final
-class _TokenMaker:
-    """Makes tokens of values, of one moment."""
-
-    def __init__(self, name_of: Callable[[Any], Any], knows: Callable[[Any], bool]) -> None:
-        self._name_of = name_of
-        self._knows = knows
-        self._memo: dict[int, Token] = {}
-
-    def state(self, kind: Kind, obj: Any) -> dict[Any, Token]:
-        """What the members of an object are compared by; those of a large container all together."""
-        if not _is_large(obj):
-            return kind.tokens(obj, self.token)
-        # Not of itself, which travels as its name.
-        is_dict = isinstance(obj, dict)
-        content = tuple(obj.items() if is_dict else obj)
-        seen = kinds.Glance(content, self._knows)
-        return dict.fromkeys(obj if is_dict else (kinds.CONTENT,), seen if seen.is_whole else self._digest(content))
-
-    def token(self, value: Any) -> Token:
-        """What a value is compared by."""
-        kind = type(value)
-        if kind in kinds.VALUES:
-            return kind, value
-        if kind in kinds.FLOATS:
-            return kind, repr(value)
-        name = self._name_of(value)
-        if name is not None:
-            return name
-        if id(value) in self._memo:
-            return self._memo[id(value)]
-        if isinstance(value, _DEFINITIONS) and not travels_by_value(value):
-            return kinds.Same(value)
-        how = kinds.kind_of(value)
-        if how is None:
-            parts = kinds.parts_of(value)
-            return self._digest(value) if parts is None else self._of_parts(value, parts)
-        self._memo[id(value)] = "inside", id(value)  # it may lead back to itself
-        made = self._memo[id(value)] = id(value), tuple(self.state(how, value).items())
-        return made
-
-    def _of_parts(self, value: Any, parts: Sequence[Any]) -> Token:
-        tokens = map(self.token, parts)
-        if isinstance(value, frozenset):
-            return frozenset, frozenset(tokens)
-        return (type(value), *tokens) if parts else (type(value), id(value))
-
-    def _digest(self, value: Any) -> Token:
-        """Of what can only be compared as it travels; tensors of other devices and forms count their changes."""
-        if isinstance(value, RemovableHandle):
-            return kinds.Same(value)  # of hooks of this process
-        if issubclass(type(value), torch.Tensor) and not value.is_inference():
-            return kinds.Same(value), _torch.version_of(value)
-        try:
-            packed = pack(value, self._name_of)
-        except Exception:
-            return kinds.Same(value)
-        return len(packed.data), zlib.crc32(packed.data), *(zlib.crc32(each) for each in packed.buffers)
 
 
 def _class_with_methods(value: Any) -> list[type]:
@@ -599,12 +488,7 @@ def _class_with_methods(value: Any) -> list[type]:
 
 def _can_change(value: Any) -> bool:
     """Whether a value is of a kind, or leads to one that is."""
-    return not (type(value) in kinds.FIXED or kinds.is_opaque(value))
-
-
-def _is_large(value: Any) -> bool:
-    """Whether a container is compared as a whole."""
-    return isinstance(value, list | dict | set | collections.deque) and len(value) > kinds.MAX_WALKED
+    return not (type(value) in FIXED or kinds.is_opaque(value))
 
 
 def _arguments(root: Any) -> list[Any]:

@@ -9,10 +9,8 @@ import collections
 import copyreg
 import enum
 import functools
-import random
 import sys
 import types
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, final
@@ -23,138 +21,16 @@ from torch.utils.hooks import RemovableHandle
 
 from stratagem import _torch
 from stratagem.errors import StrategyError
+from stratagem.objects import random_kinds
+from stratagem.objects.comparing import FIXED, Token
+from stratagem.objects.kind import CONTENT, Kind, Whole
 from stratagem.processes.packing import is_filled, travels_by_value
-
-Token = Any
-"""Stands for a value: equal as long as the value is."""
-
-VALUES: Final = frozenset(
-    {bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, type(...), types.CodeType}
-    | {np.bool_, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
-)
-"""What never changes and is compared by value."""
-
-FLOATS: Final = frozenset({float, complex, *(np.dtype(code).type for code in np.typecodes["AllFloat"])})
-"""Numbers that are compared by how they read, which tells 0.0 from -0.0."""
-
-FIXED: Final = VALUES | FLOATS
-"""What never changes."""
 
 PLAIN: Final = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
 """What is passed on of objects that somebody else takes care of."""
 
 kept_elsewhere: list[type] = []
 """Classes of modules of whose members, besides plain ones, somebody else takes care."""
-
-CONTENT: Final = 0
-"""The key of what has one member."""
-
-MAX_WALKED: Final = 1000
-"""How many elements a container may have before it is compared as a whole."""
-
-
-@final
-class Same:
-    """The token of what is compared by what it is; it keeps alive only what cannot be known otherwise."""
-
-    def __init__(self, value: Any) -> None:
-        try:
-            self._get: Callable[[], Any] = weakref.ref(value)
-        except TypeError:
-            self._get = lambda: value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self._get() is not None and self._get() is other._get()
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-@final
-class Glance:
-    """The token of a large container: which objects are in it, and how often its tensors were written to.
-
-    Pickling thousands of objects twice in each run would cost more than most steps. What is written to a tensor in
-    such a container through `.data` or numpy is not seen.
-
-    Args:
-        content: What is in the container, nested in tuples, lists and dicts.
-        has_name: Tells what children know by itself: then this is not whole, and says nothing.
-    """
-
-    def __init__(self, content: Any, has_name: Callable[[Any], bool]) -> None:
-        self._held: list[Any] = []
-        self._versions: list[int] = []
-        self._compared: tuple[weakref.ref[Glance] | None, bool] = None, False
-        self.is_whole = self._look(content, has_name)
-
-    def _look(self, value: Any, has_name: Callable[[Any], bool]) -> bool:
-        kind = type(value)
-        if kind in FIXED:
-            self._held.append(value)
-        elif kind is not tuple and has_name(value):
-            return False
-        elif kind is tuple or kind is list:
-            self._held += (kind, len(value))
-            return all(self._look(each, has_name) for each in value)
-        elif kind is dict:
-            self._held += (kind, len(value), *value)
-            return all(self._look(each, has_name) for each in value.values())
-        elif kind is torch.Tensor and not value.is_inference():
-            self._held.append(value)
-            self._versions.append(_torch.version_of(value))
-        else:
-            return False
-        return True
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Glance):
-            return False
-        last, is_equal = self._compared
-        if last is None or last() is not other:  # it stands for every key of a dict
-            is_equal = self._versions == other._versions and len(self._held) == len(other._held)
-            is_equal = is_equal and all(map(_is_same, self._held, other._held))
-            self._compared = weakref.ref(other), is_equal
-        return is_equal
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and type(one) in VALUES and bool(one == other))
-
-
-class Kind:
-    """One kind of object."""
-
-    is_seeded = False  # whether each replica makes something of its own of the content
-    leaves_out = False  # whether members that cannot be sent are left out
-
-    def read(self, obj: Any) -> Mapping[Any, Any]:
-        """Its members by key."""
-        raise NotImplementedError
-
-    def identities(self, obj: Any) -> tuple[int, ...] | None:
-        """The `id` of everything in it: while they are the same, so is the object; `None` if that does not tell."""
-        return None
-
-    def used(self, obj: Any) -> Iterable[Any]:
-        """What is in it that matters, and what it uses besides; is asked of those that have identities."""
-        raise NotImplementedError
-
-    def tokens(self, obj: Any, token: Callable[[Any], Token]) -> dict[Any, Token]:
-        """What its members are compared by."""
-        return {key: token(value) for key, value in self.read(obj).items()}
-
-    def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
-        """Gives it members, and takes some away.
-
-        Args:
-            obj: The object of this process.
-            members: What it gets.
-            removed: The keys of those that are gone; done first.
-            replica: The number of the replica that this process is.
-        """
-        raise NotImplementedError
 
 
 @final
@@ -287,36 +163,20 @@ class Namespace(Kind):
         _ATTRIBUTES.write(obj, members, removed, replica)
 
 
-class _Whole(Kind):
-    """An object with one member, its content."""
-
-    def tokens(self, obj: Any, token: Callable[[Any], Token]) -> dict[Any, Token]:
-        return {CONTENT: token(self.content(obj))}
-
-    def read(self, obj: Any) -> Mapping[Any, Any]:
-        return {CONTENT: self.content(obj)}
-
-    def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
-        if members:
-            self.replace(obj, members[CONTENT], replica)
-
-    def content(self, obj: Any) -> Any:
-        raise NotImplementedError
-
-    def replace(self, obj: Any, content: Any, replica: int) -> None:
-        raise NotImplementedError
-
-
-@final
-class _Sequence(_Whole):
-    def content(self, obj: Any) -> Any:
-        return tuple(obj)
+class _Container(Whole):
+    """Objects one beside the other."""
 
     def identities(self, obj: Any) -> tuple[int, ...] | None:
         return tuple(map(id, obj))
 
     def used(self, obj: Any) -> Iterable[Any]:
         return obj  # type: ignore[no-any-return]
+
+
+@final
+class _Sequence(_Container):
+    def content(self, obj: Any) -> Any:
+        return tuple(obj)
 
     def replace(self, obj: Any, content: Any, replica: int) -> None:
         obj.clear()
@@ -324,15 +184,9 @@ class _Sequence(_Whole):
 
 
 @final
-class _Set(_Whole):
+class _Set(_Container):
     def content(self, obj: Any) -> Any:
         return frozenset(obj)
-
-    def identities(self, obj: Any) -> tuple[int, ...] | None:
-        return tuple(map(id, obj))
-
-    def used(self, obj: Any) -> Iterable[Any]:
-        return obj  # type: ignore[no-any-return]
 
     def replace(self, obj: Any, content: Any, replica: int) -> None:
         obj.clear()
@@ -340,7 +194,7 @@ class _Set(_Whole):
 
 
 @final
-class _Bytes(_Whole):
+class _Bytes(Whole):
     def content(self, obj: Any) -> Any:
         return bytes(obj)
 
@@ -349,7 +203,7 @@ class _Bytes(_Whole):
 
 
 @final
-class _Tensor(_Whole):
+class _Tensor(Whole):
     def tokens(self, obj: Any, token: Callable[[Any], Token]) -> dict[Any, Token]:
         # The version counter does not see what is written through `.data` or through numpy.
         flat = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -370,7 +224,7 @@ class _Tensor(_Whole):
 
 
 @final
-class _Array(_Whole):
+class _Array(Whole):
     def tokens(self, obj: Any, token: Callable[[Any], Token]) -> dict[Any, Token]:
         flat = np.ascontiguousarray(obj).reshape(-1).view(np.uint8)
         return {CONTENT: (obj.dtype, obj.shape, obj.strides, obj.flags.writeable, zlib.crc32(flat.data))}
@@ -387,59 +241,6 @@ class _Array(_Whole):
         obj.flags.writeable = True
         obj[...] = content
         obj.flags.writeable = content.flags.writeable
-
-
-class _Random(_Whole):
-    """A generator of random numbers: each replica draws its own, reproducibly; replica 0 what one device would."""
-
-    is_seeded = True
-
-    def replace(self, obj: Any, content: Any, replica: int) -> None:
-        self.seed(obj, zlib.crc32(content) + _SEED_STEP * replica)
-
-    def seed(self, obj: Any, seed: int) -> None:
-        raise NotImplementedError
-
-
-@final
-class _TorchRandom(_Random):
-    def content(self, obj: Any) -> Any:
-        return obj.get_state().numpy().tobytes()
-
-    def seed(self, obj: Any, seed: int) -> None:
-        obj.manual_seed(seed)
-
-    def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
-        if _STATE in members:
-            obj.set_state(torch.frombuffer(bytearray(members[_STATE]), dtype=torch.uint8))
-        else:
-            super().write(obj, members, removed, replica)
-
-
-@final
-class _GivenRandom(Kind):
-    """A generator that the program has made for one replica: it goes on where it was."""
-
-    def read(self, obj: Any) -> Mapping[Any, Any]:
-        return {_STATE: obj.get_state().numpy().tobytes()}
-
-
-@final
-class _NumpyRandom(_Random):
-    def content(self, obj: Any) -> Any:
-        return repr(obj.bit_generator.state).encode()
-
-    def seed(self, obj: Any, seed: int) -> None:
-        obj.bit_generator.state = type(obj.bit_generator)(seed).state
-
-
-@final
-class _PythonRandom(_Random):
-    def content(self, obj: Any) -> Any:
-        return repr(obj.getstate()).encode()
-
-    def seed(self, obj: Any, seed: int) -> None:
-        obj.seed(seed)
 
 
 @final
@@ -547,8 +348,6 @@ def _put_hooks(module: torch.nn.Module, kind: str, hooks: Sequence[tuple[int, An
         RemovableHandle.next_id += 1
 
 
-_SEED_STEP = 1_000_003
-_STATE = "state"  # the key of a state that is not made into one of its own
 _NOTHING: Mapping[str, Any] = {}
 _NOT_OF_MODULE = frozenset(
     {
@@ -583,8 +382,6 @@ _ATTRIBUTES, _TENSOR, _ARRAY, _CLASS, _MODULE, _OPTIMIZER, _OTHERS = (
     *(_Attributes(), _Tensor(), _Array(), _Class(), Module(), _Optimizer(), _OthersModule()),
 )
 _ITEMS, _SEQUENCE = _Items(), _Sequence()
-GIVEN_RANDOM: Final = _GivenRandom()
-"""The kind of a `torch.Generator` in a `PerReplica`."""
 
 _BY_TYPE: dict[type, Kind] = {
     dict: _ITEMS,
@@ -598,9 +395,7 @@ _BY_TYPE: dict[type, Kind] = {
     types.FunctionType: _Function(),
     types.CellType: _Cell(),
     types.ModuleType: Namespace(),
-    torch.Generator: _TorchRandom(),
-    np.random.Generator: _NumpyRandom(),
-    random.Random: _PythonRandom(),
+    **random_kinds.BY_TYPE,
 }
 
 

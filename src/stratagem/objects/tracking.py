@@ -60,6 +60,9 @@ class Tracker:
                 f"one first, or take a copy.deepcopy of the model"
             )
 
+    def __contains__(self, obj: object) -> bool:
+        return id(obj) in self._known
+
     def pending_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that were noted and have not been taken yet."""
         return [obj for obj in self.pending() if isinstance(obj, torch.nn.Parameter)]

@@ -1,25 +1,80 @@
 """How far workers may be apart: the one dial of a parameter server.
 
-The public values, and the waits that they mean for a worker on one machine.
+A consistency only decides; it neither waits nor counts. Who asks it on one machine is `local.gate` and
+`engine.queued`, between machines `network.server.pacing`: a new one is a class here, and both obey it.
 """
 
+import abc
 import dataclasses
-import time
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
 
-from stratagem.errors import ParameterError
-from stratagem.parameters.local.board import Board
-from stratagem.parameters.local.locks import Locks
-
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 1e-4, 2e-3
+from stratagem.errors import ParameterError, StrategyError
 
 RateOf = Callable[[int], float]
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Async:
+class Progress:
+    """Where a worker stands among those that train.
+
+    Args:
+        version: How many pushes have been applied.
+        pulled: The versions that others compute from who are in a step, the oldest first. Empty between machines, where
+            nobody sees the steps of others.
+        num_ahead: How many more pushes than the slowest it has made. 0 on one machine, where workers are given steps
+            and none can fall behind.
+    """
+
+    version: int = 0
+    pulled: Sequence[int] = ()
+    num_ahead: int = 0
+
+
+class Consistency(abc.ABC):
+    """What a consistency decides. Its fields are whole numbers, and `rate_of` if it has one."""
+
+    rate_of: RateOf | None = None
+    can_wait: bool
+    """Whether `may_begin` or `may_push` can be false: where it is not, nobody asks."""
+
+    @abc.abstractmethod
+    def may_begin(self, at: Progress) -> bool:
+        """Whether a worker may begin its next step."""
+
+    @abc.abstractmethod
+    def may_push(self, at: Progress) -> bool:
+        """Whether a worker's push may be applied. Between machines it is when it comes; its worker waits after it."""
+
+    @abc.abstractmethod
+    def num_gradients(self, num_workers: int) -> int | None:
+        """How many gradients make one update where so many workers share a step; `None` if each makes its own."""
+
+    @property
+    def shares_steps(self) -> bool:
+        """Whether workers share each global batch, and one update is made of it."""
+        return self.num_gradients(1) is not None
+
+    def needs_all(self, num_workers: int) -> bool:
+        """Whether each step is one update of the gradients of all workers."""
+        return self.num_gradients(num_workers) == num_workers
+
+    def num_needed(self, num_workers: int) -> int:
+        """How many gradients complete a step that so many workers share: at least one."""
+        return max(1, self.num_gradients(num_workers) or 1)
+
+    def numbers(self) -> dict[str, int]:
+        """Its fields without `rate_of`."""
+        return {name: value for name, value in vars(self).items() if name != "rate_of"}
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.numbers().items())})"
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Async(Consistency):
     """Nobody waits: a push is applied when it comes.
 
     Args:
@@ -32,14 +87,24 @@ class Async:
     """
 
     rate_of: RateOf | None = None
+    can_wait = False
 
     def __post_init__(self) -> None:
         _require_rule(self.rate_of)
 
+    def may_begin(self, at: Progress) -> bool:
+        return True
+
+    def may_push(self, at: Progress) -> bool:
+        return True
+
+    def num_gradients(self, num_workers: int) -> int | None:
+        return None
+
 
 @final
 @dataclasses.dataclass(frozen=True)
-class BoundedStaleness:
+class BoundedStaleness(Consistency):
     """No push is applied that has missed more than so many others: workers that are ahead wait.
 
     At most `max_staleness + 1` workers compute at a time. Between machines each worker counts its own pushes, and one
@@ -55,15 +120,27 @@ class BoundedStaleness:
 
     max_staleness: int
     rate_of: RateOf | None = None
+    can_wait = True
 
     def __post_init__(self) -> None:
         _require_count("max_staleness", self.max_staleness)
         _require_rule(self.rate_of)
 
+    def may_begin(self, at: Progress) -> bool:
+        return max(len(at.pulled), at.num_ahead) <= self.max_staleness
+
+    def may_push(self, at: Progress) -> bool:
+        """Only if all that are in a step could still push in time, the oldest first: so the oldest never waits."""
+        following = enumerate(at.pulled, at.version + 1)
+        return all(version - pulled <= self.max_staleness for version, pulled in following)
+
+    def num_gradients(self, num_workers: int) -> int | None:
+        return None
+
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Synchronous:
+class Synchronous(Consistency):
     """Workers share each global batch, and one update is made of all their gradients.
 
     Without backup workers that equals one device. With some, the first gradients of a step count and the
@@ -77,67 +154,46 @@ class Synchronous:
     """
 
     backup_workers: int = 0
+    can_wait = False
 
     def __post_init__(self) -> None:
         _require_count("backup_workers", self.backup_workers)
 
+    def may_begin(self, at: Progress) -> bool:
+        return True
 
-Consistency = Async | BoundedStaleness | Synchronous
+    def may_push(self, at: Progress) -> bool:
+        return True
+
+    def num_gradients(self, num_workers: int) -> int | None:
+        return num_workers - self.backup_workers
 
 
-@final
-class Gate:
-    """The waits of one worker, so that no push is staler than allowed.
+KINDS: Final[dict[str, type[Consistency]]] = {each.__name__: each for each in (Async, BoundedStaleness, Synchronous)}
+"""What another machine may ask for, by name."""
 
-    Workers in a step are on the board with the version that they pulled. One may begin, or push, only if all
-    that are in a step could still push in time, the oldest first: so the oldest never waits for anybody.
+
+def chosen(consistency: Any, num_workers: int | None = None) -> Consistency:
+    """What a program has asked for; `Async()` if nothing.
 
     Args:
-        max_staleness: The bound.
-        worker: Which worker.
-        board: Where all see who is in a step.
-        locks: Those of the machine.
-        number: Which of them is the gate's.
+        consistency: What it gave.
+        num_workers: How many there are, if that is known.
+    Raises:
+        StrategyError: It is no consistency, or leaves no worker whose gradients count.
     """
-
-    def __init__(self, max_staleness: int, worker: int, board: Board, locks: Locks, number: int) -> None:
-        self._max_staleness = max_staleness
-        self._worker = worker
-        self._board = board
-        self._locks = locks
-        self._number = number
-
-    def enter(self) -> None:
-        """Waits until a step may begin, and puts it on the board."""
-        self.passed(lambda: len(self._others()) <= self._max_staleness, self._note)
-
-    def push(self, push: Callable[[], None]) -> None:
-        """Waits until a push may be made, and makes it."""
-        self.passed(self._may_push, push)
-
-    def passed(self, may: Callable[[], bool], then: Callable[[], None]) -> None:
-        """Waits until something is allowed and does it, with nobody else between the two."""
-        wait_s = _FIRST_WAIT_S
-        while True:
-            with self._locks.held(self._number):
-                if may():
-                    then()
-                    return
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-
-    def _note(self) -> None:
-        self._board.in_flight[self._worker] = self._board.version + 1
-
-    def _others(self) -> list[int]:
-        """The versions that others in a step have pulled, the oldest first."""
-        found = self._board.in_flight.copy()
-        found[self._worker] = 0
-        return sorted((found[found > 0] - 1).tolist())
-
-    def _may_push(self) -> bool:
-        then = self._board.version + 1
-        return all(then + place - version <= self._max_staleness for place, version in enumerate(self._others()))
+    if consistency is None:
+        return Async()
+    if not isinstance(consistency, Consistency):
+        raise StrategyError(
+            f"consistency is Async(), BoundedStaleness(k) or Synchronous(backup_workers=b), got {consistency!r}"
+        )
+    needed = None if num_workers is None else consistency.num_gradients(num_workers)
+    if needed is not None and needed < 1:
+        raise StrategyError(
+            f"{consistency} leaves none of {num_workers} workers whose gradients count; have more workers"
+        )
+    return consistency
 
 
 def _require_rule(rate_of: RateOf | None) -> None:

@@ -246,6 +246,16 @@ def outside() -> Iterator[None]:
         _set(tuple(each for each in entries if each in opened))
 
 
+@contextlib.contextmanager
+def inside(known: Frame) -> Iterator[None]:
+    """For what was made in scopes that may have been left since: `spec_for` in the block is as it was there."""
+    before = _frame.set(dataclasses.replace(known, thread=threading.get_ident(), num_left=state.num_left))
+    try:
+        yield
+    finally:
+        _frame.reset(before)
+
+
 def observe(changed: Callable[[], None]) -> None:
     """Has a function called whenever a thread has entered or left a scope, in that thread."""
     _observers.append(changed)

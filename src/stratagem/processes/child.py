@@ -13,6 +13,7 @@ import sys
 import traceback
 from typing import Any, final
 
+from stratagem import _integrations
 from stratagem._caller import calling_line
 from stratagem.devices.memory import named
 from stratagem.errors import ReplicaError
@@ -58,6 +59,7 @@ def serve(wire: Pipe, registry: Registry) -> None:
         registry: The distributed objects that this child holds.
     """
     _this_process.append(Child(wire, registry))
+    _integrations.serve()
     sys.stdout = _Relay(wire, "stdout")
     sys.stderr = _Relay(wire, "stderr")
     sys.breakpointhook = pdb.set_trace = _pass_over_breakpoint
@@ -66,6 +68,7 @@ def serve(wire: Pipe, registry: Registry) -> None:
         number += 1  # both ends count, so that an answer to an earlier call is known as such
         try:
             function, arguments = wire.receive()
+            _integrations.serve()
         except (EOFError, ConnectionResetError):
             return
         except Exception as error:  # what was sent cannot be built here
@@ -79,8 +82,8 @@ def _answer(wire: Pipe, number: int, function: Any, arguments: tuple[Any, ...]) 
         answer = (DONE, number, function(*arguments))
     except BaseException as error:  # SystemExit in a replica must not end it silently
         answer = (FAILED, number, describe(named(error)))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        stream.end_line() if isinstance(stream, _Relay) else stream.flush()
     try:
         wire.send(answer)
     except (BrokenPipeError, ConnectionResetError):
@@ -109,9 +112,14 @@ def describe(error: BaseException) -> tuple[BaseException | None, str, str]:
     return (error.with_traceback(None) if survives(error) else None), line, text
 
 
+def _last_drawn(line: str) -> str:
+    """What a line is after the last return to its beginning, with the returns around that."""
+    return line[max(0, line.rstrip("\r").rfind("\r")) :]
+
+
 @final
 class _Relay(io.TextIOBase):
-    """A text stream that sends whole lines to the controller."""
+    """A text stream that sends whole lines to the controller; of one that is drawn again and again, the last state."""
 
     encoding = "utf-8"
 
@@ -121,15 +129,20 @@ class _Relay(io.TextIOBase):
         self._line = ""
 
     def write(self, text: str) -> int:
-        *lines, self._line = (self._line + text).split("\n")
+        *lines, self._line = map(_last_drawn, (self._line + text).split("\n"))
         if lines:
-            self._wire.send((PRINTED, self._stream, "\n".join(lines)))
+            self._wire.send((PRINTED, self._stream, "\n".join(line.strip("\r") for line in lines)))
         return len(text)
 
     def flush(self) -> None:
+        if "\r" not in self._line:  # else it will be drawn again
+            self.end_line()
+
+    def end_line(self) -> None:
+        """Sends what is left, a line or not."""
         if self._line:
             line, self._line = self._line, ""
-            self._wire.send((PRINTED, self._stream, line))
+            self._wire.send((PRINTED, self._stream, line.strip("\r")))
 
     def writable(self) -> bool:
         return True

@@ -1,15 +1,24 @@
 """Puts the number of a replica ahead of each line that it prints.
 
 What children print comes to the main program line by line (`child`, `group`); what the main program prints as replica 0
-passes through a stream that does the same, for the thread that runs it and as long as it runs.
+passes through a stream that does the same, for the thread that runs it and as long as it runs. Lines that are drawn
+again in their place (progress bars) are as wide as the terminal, and are left alone.
 """
 
 import contextlib
+import dataclasses
 import io
+import re
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
-from typing import Any, TextIO, final
+from typing import Any, Final, TextIO, final
+
+_SEQUENCES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_MOVES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Zfhlsu]")  # of the cursor; what remains are colours
+_BEGINNINGS: Final = re.compile(r"^(?=[^\n])", re.MULTILINE)  # of lines that are not empty
+_HIDES, _SHOWS = "\x1b[?25l", "\x1b[?25h"
 
 
 def label(noun: str, number: int) -> str:
@@ -47,6 +56,33 @@ def numbered(number: int) -> Iterator[None]:
                 setattr(sys, name, former)
 
 
+@dataclasses.dataclass
+class _Line:
+    """Where replica 0 is in the output: a line may be written by several steps, if nobody else writes between them.
+
+    Args:
+        begins: Whether the next text begins a line.
+        is_drawn: Whether the cursor is hidden: a display is drawn, line over line.
+    """
+
+    begins: bool = True
+    is_drawn: bool = False
+
+    def numbered(self, text: str, ahead: str) -> str:
+        """A text as it is written next."""
+        bare = _SEQUENCES.sub("", text)
+        if not self.is_drawn and not _MOVES.search(text):
+            goes_on = not self.begins or text.startswith("\r")
+            head, newline, lines = text.partition("\n") if goes_on else ("", "", text)
+            text = head + newline + _BEGINNINGS.sub(ahead, lines)
+        self.is_drawn = text.rfind(_HIDES) > text.rfind(_SHOWS) or (self.is_drawn and _SHOWS not in text)
+        self.begins = bare.endswith(("\n", "\r")) if bare else self.begins
+        return text
+
+
+_places: "weakref.WeakKeyDictionary[Any, _Line]" = weakref.WeakKeyDictionary()
+
+
 def _over(stream: TextIO | None) -> Any:
     """A stream with numbers; a program without a terminal has none."""
     return None if stream is None else _Numbered(plain(stream))
@@ -61,16 +97,17 @@ class _Numbered(io.TextIOBase):
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
-        self._begins = True
+        try:
+            self._line = _places.setdefault(stream, _Line())
+        except TypeError:  # a stream of the program's own that cannot be remembered
+            self._line = _Line()
 
     def write(self, text: str) -> int:
         ahead = _lines.ahead
         if ahead is None:
             self.stream.write(text)
         elif text:
-            lines = text.replace("\n", f"\n{ahead}").removesuffix(ahead)
-            self.stream.write(ahead + lines if self._begins else lines)
-            self._begins = text.endswith("\n")
+            self.stream.write(self._line.numbered(text, ahead))
         return len(text)
 
     def flush(self) -> None:

@@ -16,10 +16,10 @@ from stratagem.engine.queued import worker_calls
 from stratagem.engine.queued.scheduler import Scheduler
 from stratagem.engine.queued.step import QueuedStep
 from stratagem.engine.queued.workers import ParameterWorkers
-from stratagem.errors import StepCancelledError, StrategyError
+from stratagem.errors import EndOfDataError, StepCancelledError, StrategyError
 from stratagem.inputs import DistributedLoader, DistributedStream, InputContext
 from stratagem.objects import per_replica
-from stratagem.parameters.consistency import Synchronous
+from stratagem.placement import scopes
 from stratagem.strategies.parameter_server import ParameterServerStrategy
 
 _keys = itertools.count(1)
@@ -117,8 +117,9 @@ class PerWorkerIterator:
                 del _passes[key, number]
             if self._key in _to_make:
                 _to_make[self._key]()
-            _passes[place] = iter(_sources[self._key])
-        batch = per_replica.load_deferred(per_replica.select(next(_passes[place]), 0))
+            worker, data = _sources[self._key]
+            _passes[place] = _Pass(worker, iter(data))
+        batch = per_replica.load_deferred(per_replica.select(_passes[place].next_batch(), 0))
         device = context.state.replicas[-1].strategy.device
         return per_replica.brought(batch, device, computes_on=device)
 
@@ -131,6 +132,9 @@ class ClusterCoordinator(StaysHere):
     updates that it had pushed by then are not made twice. Progress is made in the calls of this class and of
     the strategy. In such a function the strategy is one of a single device: its `run` calls a function there and
     then, and `reduce` and `distribute` are about what this worker has.
+
+    A function that fails cancels what was not begun. `fetch` raises the error of its own function, each time; the next
+    `schedule`, `join` or `done` raises the first one, whoever has fetched it, and begins anew: as in TensorFlow.
 
     A strategy has one coordinator: asked for a second time, it is the same.
 
@@ -153,7 +157,7 @@ class ClusterCoordinator(StaysHere):
             raise StrategyError(f"a ClusterCoordinator takes a ParameterServerStrategy, got {type(strategy).__name__}")
         strategy.require_usable()
         workers = strategy.workers
-        if isinstance(strategy.consistency, Synchronous):
+        if strategy.consistency.shares_steps:
             raise StrategyError(
                 f"with {strategy.consistency} workers share each step, so that none can be given one of its own; use "
                 f"Async() or BoundedStaleness(k)"
@@ -188,7 +192,7 @@ class ClusterCoordinator(StaysHere):
         """
         context.require_controller("ClusterCoordinator.schedule()")
         self.strategy.require_call(fn, args, kwargs)
-        with self._workers.in_turn("ClusterCoordinator.schedule()"):
+        with self._workers.in_turn("ClusterCoordinator.schedule()"), scopes.recording():
             return self._schedule(fn, args, kwargs)
 
     def _schedule(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> RemoteValue:
@@ -248,7 +252,7 @@ class ClusterCoordinator(StaysHere):
         """
         context.require_controller("ClusterCoordinator.create_per_worker_dataset()")
         dataset_fn = _function_for(dataset)
-        with self._workers.in_turn("ClusterCoordinator.create_per_worker_dataset()"):
+        with self._workers.in_turn("ClusterCoordinator.create_per_worker_dataset()"), scopes.recording():
             return self._create_per_worker_dataset(dataset_fn)
 
     def _create_per_worker_dataset(self, dataset_fn: Callable[..., Any]) -> PerWorkerDataset:
@@ -358,9 +362,35 @@ def _as_given(dataset: Any) -> Any:
     return dataset
 
 
-_sources: dict[int, Any] = {}
+_sources: dict[int, tuple[int, Any]] = {}  # which worker this is, and its data
 _to_make: dict[int, Callable[[], None]] = {}  # sources that this worker makes when it first needs them
-_passes: dict[tuple[int, int], Iterator[Any]] = {}
+_passes: dict[tuple[int, int], "_Pass"] = {}
+
+
+@final
+class _Pass:
+    """A pass of this worker over its data.
+
+    Args:
+        worker: Its number.
+        batches: What is left of the data.
+    """
+
+    def __init__(self, worker: int, batches: Iterator[Any]) -> None:
+        self._worker = worker
+        self._batches = batches
+        self._num_read = 0
+
+    def next_batch(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise EndOfDataError(
+                f"worker {self._worker} has no more data in this pass, after {self._num_read} batches; iter(dataset) "
+                f"begins another pass, and data without end or fewer scheduled steps need none"
+            ) from None
+        self._num_read += 1
+        return batch
 
 
 def make_source(num_workers: int, key: int, dataset_fn: Callable[..., Any], strategy: int) -> None:
@@ -376,7 +406,8 @@ def make_source(num_workers: int, key: int, dataset_fn: Callable[..., Any], stra
             f"the function given to create_per_worker_dataset returned {type(made).__name__} {made!r}; it must return "
             f"an iterable of batches"
         )
-    _sources[key] = made if hasattr(made, "__iter__") else DataLoader(made, batch_size=None)  # which reads by index
+    data = made if hasattr(made, "__iter__") else DataLoader(made, batch_size=None)  # which reads by index
+    _sources[key] = number, data
     _to_make.pop(key, None)
 
 

@@ -101,11 +101,6 @@ class LocalSGDStrategy(Replicated[LocalReplicas]):
         super().__init__(chosen, driven_here(chosen, recipe, stall_timeout_s, workers), workers)
         note_member(self, self._resolver)
 
-    @property
-    def cluster_resolver(self) -> Resolver | None:
-        """What says who takes part; `None` if this program is alone."""
-        return self._resolver
-
     def synchronize(self) -> None:
         """Brings all replicas to one state now, as after `sync_every` steps; every worker calls it alike."""
         self.require_usable()

@@ -81,7 +81,6 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
             stall_timeout_s=stall_timeout_s, join_timeout_s=join_timeout_s, worker_timeout_s=worker_timeout_s
         )
         require_seconds_if_given(heartbeat_timeout_s=heartbeat_timeout_s)
-        self._resolver: Resolver | None = None
         self._ray: RayWorkers | None = None
         if cluster is not None:
             _check_with_ray(cluster, devices, cluster_resolver, cross_device_ops)
@@ -107,11 +106,6 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
         )
         super().__init__(chosen, driven_here(chosen, recipe, stall_timeout_s, workers), workers)
         note_member(self, self._resolver)
-
-    @property
-    def cluster_resolver(self) -> Resolver | None:
-        """What says who takes part; `None` if this program is alone."""
-        return self._resolver
 
     def close(self) -> None:
         super().close()

@@ -151,7 +151,7 @@ def get_strategy() -> Any:
         return context.state.merging[-1]
     if context.state.replicas:
         return context.state.replicas[-1].strategy
-    return context.state.scopes[-1] if context.state.scopes else _default
+    return context.current_scope() or _default
 
 
 def get_replica_context() -> ReplicaContext | None:

@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn, Self, final
 
 import torch
 
-from stratagem._caller import calling_line
+from stratagem._caller import calling_line, warn_caller
 from stratagem._turns import Turn
 from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.cluster.spec import EVALUATOR, PS, TRAINING, ClusterSpec
@@ -31,7 +31,7 @@ from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.random_numbers import seed_of
 from stratagem.engine.recipe import Recipe
 from stratagem.engine.served_variables import ServedVariables
-from stratagem.errors import StrategyError
+from stratagem.errors import StratagemWarning, StrategyError
 from stratagem.objects import per_replica
 from stratagem.objects.tracking import Tracker
 from stratagem.parameters import staleness
@@ -43,6 +43,7 @@ from stratagem.parameters.network.shard_states import StateOfAll
 from stratagem.processes.allocator import keep_freed_memory, share_one_heap
 from stratagem.strategies.replicated import choose_exchange, driven_here
 from stratagem.strategies.strategy import Strategy
+from stratagem.variables.aggregation import is_chosen
 
 # So often threads of a ps task may take turns: the one for sockets must not wait for updates.
 _SWITCH_S: Final = 5e-4
@@ -135,7 +136,10 @@ class ClusterTask(Strategy):
         self._training = [task.name for task in self._spec.tasks if task.job in TRAINING]
         self._pacing = options.pacing([number_of(task) for task in self._training])
         self._client: ParameterClient | None = None
+        self._is_told = self._job == EVALUATOR or len(self._training) == 1  # whose metrics have everything
+        self._has_run = False
         _open.add(self)
+        context.readers.add(self)
         if self._job != EVALUATOR:
             self._client = ParameterClient(
                 self._spec,
@@ -195,11 +199,6 @@ class ClusterTask(Strategy):
     @property
     def is_chief(self) -> bool:
         return self.task == chief_of(self._spec)
-
-    @property
-    def cluster_resolver(self) -> Resolver:
-        """Who takes part in the training, and which task this is."""
-        return self._resolver
 
     @property
     def is_in_step(self) -> bool:
@@ -270,6 +269,7 @@ class ClusterTask(Strategy):
 
     def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._begin()
+        self._has_run = True
         counts = per_replica.counts_of(args, kwargs)
         if self._variables is not None:
             self._variables.weight = sum(counts) if counts else 1
@@ -283,6 +283,20 @@ class ClusterTask(Strategy):
             return fn(*arguments, **keywords)
         finally:
             context.state.replicas.pop()
+
+    def before_read(self, module: torch.nn.Module) -> None:
+        """Says once that a metric of this task knows nothing of what others do."""
+        is_metric = is_chosen(module) and next(module.parameters(), None) is None
+        if self._is_told or not self._has_run or not is_metric or module not in self._tracker:
+            return
+        self._is_told = True
+        name = getattr(module, "metric", type(module).__name__)
+        warn_caller(
+            f"{name} has what steps of {self.task} have updated, which is one of {len(self._training)} tasks that "
+            f"train: with parameter servers in a cluster each task has metrics of its own. Evaluate on all data in one "
+            f"task (the chief, or an evaluator), or take MultiWorkerMirroredStrategy, whose metrics are global",
+            StratagemWarning,
+        )
 
     def take(self, objects: Sequence[Any]) -> None:
         self._tracker.note(*objects)

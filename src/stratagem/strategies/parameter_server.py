@@ -23,8 +23,9 @@ from stratagem.engine.queued.workers import ParameterWorkers
 from stratagem.engine.recipe import Recipe
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
+from stratagem.parameters import consistency as consistencies
 from stratagem.parameters import staleness
-from stratagem.parameters.consistency import Async, BoundedStaleness, Consistency, Synchronous
+from stratagem.parameters.consistency import Consistency
 from stratagem.parameters.local.board import MAX_SHARDS, MAX_WORKERS
 from stratagem.parameters.network.options import OF_CLUSTERS
 from stratagem.processes.region import hidden_pages
@@ -125,16 +126,7 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
         require_seconds(stall_timeout_s=stall_timeout_s, restart_window_s=restart_window_s)
         if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
             raise StrategyError(f"max_restarts is a whole number from 0 up, got {max_restarts!r}")
-        chosen = consistency if consistency is not None else Async()
-        if not isinstance(chosen, Async | BoundedStaleness | Synchronous):
-            raise StrategyError(
-                f"consistency is Async(), BoundedStaleness(k) or Synchronous(backup_workers=b), got {consistency!r}"
-            )
-        if isinstance(chosen, Synchronous) and chosen.backup_workers >= num_workers:
-            raise StrategyError(
-                f"backup_workers={chosen.backup_workers} leaves none of {num_workers} workers whose gradients count; "
-                f"have more workers"
-            )
+        chosen = consistencies.chosen(consistency, num_workers)
         recipe = Recipe(num_workers, on_nonfinite=on_nonfinite)
         self.consistency = chosen
         self._given_devices = devices
@@ -142,7 +134,7 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
         self.verbose = verbose
         # With all gradients of each step, workers are replicas that agree after every step: what is made for that is
         # equal to one device to the last bit, and faster than pushes that wait for each other.
-        self._is_lockstep = isinstance(chosen, Synchronous) and not chosen.backup_workers
+        self._is_lockstep = chosen.needs_all(num_workers)
         new_replicas: Callable[[Any], LocalReplicas | ParameterWorkers]
         if self._is_lockstep:
             recipe = dataclasses.replace(recipe, exchange=choose_exchange("auto", chosen_devices))
@@ -160,7 +152,7 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
                 restart_window_s=restart_window_s,
                 in_worker=StrategyInWorker,
             )
-        super().__init__(chosen_devices if isinstance(chosen, Synchronous) else chosen_devices[:1], new_replicas)
+        super().__init__(chosen_devices if chosen.shares_steps else chosen_devices[:1], new_replicas)
 
     @property
     def workers(self) -> ParameterWorkers:
@@ -207,7 +199,7 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
         """
         context.require_controller("strategy.resize()")
         devices = worker_devices(num_workers, self._given_devices and self._given_devices[:num_workers])
-        if isinstance(self.consistency, Synchronous):
+        if self.consistency.shares_steps:
             raise StrategyError("with Synchronous() each worker has its part of every step; resize an asynchronous one")
         self.workers.require_usable()
         self.workers.resize(devices)

@@ -96,10 +96,12 @@ class Strategy(StaysHere, ABC):
         """How many programs read data for one training, and the number of this one."""
         return 1, 0
 
+    _resolver: Resolver | None = None
+
     @property
     def cluster_resolver(self) -> Resolver | None:
         """Who takes part in the training, and which task this is; `None` for a strategy of one machine."""
-        return None
+        return self._resolver
 
     @property
     def is_chief(self) -> bool:

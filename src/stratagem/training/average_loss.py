@@ -88,15 +88,28 @@ def _counted_fully(loss: torch.Tensor, replica: ReplicaContext | None) -> torch.
 class _CountedFully(torch.autograd.Function):
     """A part of a sum over all replicas: what the backward pass multiplies it by is divided out again."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, replica: ReplicaContext) -> torch.Tensor:
-        ctx.replica = replica
-        return loss.clone() if replica.has_examples else torch.zeros_like(loss)
+    def forward(loss: torch.Tensor, replica: ReplicaContext) -> torch.Tensor:
+        return _own_part(loss, replica)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.replica = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         weight = ctx.replica.loss_weight  # of this pass: `weight()` may have been called after the loss was computed
         return (gradient / weight if weight else torch.zeros_like(gradient)), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _own_part(tangents[0], ctx.replica)
+
+
+def _own_part(value: torch.Tensor, replica: ReplicaContext) -> torch.Tensor:
+    return value.clone() if replica.has_examples else torch.zeros_like(value)
 
 
 def _tensor(value: Any) -> torch.Tensor | None:

@@ -98,9 +98,8 @@ class ExponentialMovingAverage(torch.nn.Module):
             taken.append(_unique(str(len(taken)) if name is None else name, taken))
         group = _Shadows(taken[-len(new) :], [variable for _, variable in new.values()])
         self.add_module(f"shadows/{len(list(self.children()))}", group)
-        for runtime in context.open_runtimes:
-            if any(each is self for each in runtime.distributed()):
-                runtime.strategy.adopt(group)  # the replicas have this object already, and get what it now holds
+        for strategy in context.holders_of(self):
+            strategy.adopt(group)  # the replicas have this object already, and get what it now holds
         return self
 
     def apply(self, variables: Any = None) -> "ExponentialMovingAverage":
@@ -314,19 +313,18 @@ def _shared_work() -> Iterator[Callable[[torch.Tensor, torch.Tensor], tuple[torc
 
     Replicas that share memory do a part each, as with the update of an optimizer; elsewhere everyone does all.
     """
-    run = context.current_runs[-1] if context.current_runs else None
+    replica = context.current_replica()
 
     def own_part(shadow: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        part = run.copies.own_part(shadow) if run is not None and run.signals.size > 1 else None
-        if run is None or part is None:
+        part = None if replica is None else replica.own_part(shadow)
+        if part is None:
             return shadow, value
-        first, last = part
         if value.stride() != shadow.stride():
             value = torch.empty_like(shadow).copy_(value)
-        own = value.as_strided((last - first,), (1,), value.storage_offset() + first)
-        return run.copies.shared_part(shadow, first, last), own
+        own = value.as_strided((part.last - part.first,), (1,), value.storage_offset() + part.first)
+        return part.values(part.first, part.last), own
 
-    with run.split_update((), checked=True) if run is not None else contextlib.nullcontext():
+    with contextlib.nullcontext() if replica is None else replica.split_update((), checked=True):
         yield own_part
 
 

@@ -50,7 +50,6 @@ def convert_sync_batchnorm(module: AnyModule) -> AnyModule:
         for name, layer in module.named_modules()
         if isinstance(layer, _torch.BatchNorm) and not isinstance(layer, torch.nn.SyncBatchNorm)
     }
-    given_out = {id(each) for one in context.open_runtimes for each in one.distributed()}
     for name, layer in layers.items():
         where = repr(name) if name else "the module itself"
         if type(layer) not in _KINDS.values():
@@ -58,7 +57,7 @@ def convert_sync_batchnorm(module: AnyModule) -> AnyModule:
                 f"convert_sync_batchnorm converts {', '.join(_KINDS)}; {where} is a {type(layer).__name__}, "
                 f"whose own computation would be lost. Replace it by one of them first"
             )
-        if id(layer) in given_out:
+        if context.holders_of(layer):
             raise StrategyError(
                 f"convert_sync_batchnorm changes a model before its first strategy.run, but the replicas already "
                 f"have {where}. Convert right after the model is made:\n"

@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 
 from stratagem.engine import context
+from stratagem.engine.context import ReplicaContext
 from stratagem.errors import StrategyError
 from stratagem.variables.aggregation import aggregate
 
@@ -22,19 +23,14 @@ def is_number(values: Any) -> bool:
     return not getattr(values, "shape", values if isinstance(values, list | tuple) else ())
 
 
-def num_rows() -> int:
-    """How many rows of the global batch this replica has; 0 where that is not known."""
-    return int(context.current_runs[-1].num_examples) if context.current_runs else 0
-
-
-def part_of_weight(weight: Any, share: float, num_rows: int) -> Any:
+def part_of_weight(weight: Any, replica: ReplicaContext) -> Any:
     """A replica's part of the weight of one number, such as a loss: together replicas count once, each by its rows.
 
     Args:
         weight: What the program gives; what it counted itself (its rows, a sum of masks) is its part already.
-        share: The replica's part of all rows.
-        num_rows: How many it has.
+        replica: Which replica.
     """
+    share, num_rows = replica.share, replica.num_examples
     if weight is None:
         return share
     if isinstance(weight, torch.Tensor) or (isinstance(weight, int) and num_rows and not weight % num_rows):
@@ -155,7 +151,7 @@ class _Weighted(Metric):
         values = _numbers(values)
         replica = context.current_replica()
         if self._counts_once and not values.dim() and replica is not None:
-            sample_weight = part_of_weight(sample_weight, replica.share, num_rows())
+            sample_weight = part_of_weight(sample_weight, replica)
         if sample_weight is not None:
             values, weights = _same_rank(values, _numbers(sample_weight, values.device))
         else:

@@ -17,6 +17,7 @@ from stratagem.variables.aggregation import Aggregation
 from stratagem.variables.ledger import Ledger
 from stratagem.variables.participant import Updating
 from stratagem.variables.slices import SplitUpdate
+from stratagem.variables.store import OwnPart
 
 WRITTEN_FLAG, BUFFERS_FLAG, ALL_WRITTEN_FLAG, ALL_BUFFERS_FLAG = 1, 2, 5, 6
 
@@ -83,13 +84,9 @@ class Copies(ABC):
     def split(self, optimizer: torch.optim.Optimizer, replica: Updating) -> SplitUpdate | None:
         """This replica's part of an optimizer's update; `None` if every replica makes the whole."""
 
-    def own_part(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+    def own_part(self, tensor: torch.Tensor) -> OwnPart | None:
         """The elements of a tensor that this replica updates for all; `None` if each updates the whole of its own."""
         return None
-
-    def shared_part(self, tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """Elements of a tensor as a flat vector that all replicas see."""
-        raise NotImplementedError("only memory that is shared has such parts")
 
     # Between runs
 

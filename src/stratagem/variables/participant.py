@@ -9,7 +9,7 @@ import torch
 from stratagem.collectives.between import Between
 from stratagem.collectives.collective import Collective
 from stratagem.collectives.signals import Signals
-from stratagem.variables.store import Placement, Store
+from stratagem.variables.store import OwnPart, Placement, Store
 
 
 class Options(Protocol):
@@ -123,5 +123,11 @@ class Located(Protocol):
     def find(self, tensor: torch.Tensor) -> tuple[Store, Placement]:
         """Where a tensor lies."""
 
-    def own_part(self, tensor: torch.Tensor) -> tuple[int, int]:
+    def own_part(self, tensor: torch.Tensor) -> OwnPart:
         """The elements of a tensor that this replica updates."""
+
+    def sum_of(self, store: Store) -> torch.Tensor | None:
+        """The sums of the gradients of a store, flat, one after the other; `None` if they are not summed."""
+
+    def part_of(self, rank: int, tensor: torch.Tensor) -> OwnPart:
+        """Those that another one updates."""

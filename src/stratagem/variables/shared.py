@@ -27,7 +27,7 @@ from stratagem.variables.copies import (
 from stratagem.variables.ledger import Ledger
 from stratagem.variables.participant import Participant, Updating
 from stratagem.variables.slices import SplitUpdate, can_be_split
-from stratagem.variables.store import Placement, Store
+from stratagem.variables.store import OwnPart, Placement, Store
 from stratagem.variables.windows import Windows
 
 
@@ -177,15 +177,18 @@ class SharedCopies(Copies):
                 self._exchange_gradients(self._parameters[number], memory)
         self.ledger.receive_gradients(written.gradients)
 
-    def own_part(self, tensor: torch.Tensor) -> tuple[int, int]:
-        store, placement = self.find(tensor)
-        start, end = chunk_of(self._signals.rank, self._signals.size, store.num_elements)
-        first, last = max(0, start - placement.offset), min(placement.numel, end - placement.offset)
-        return first, max(first, last)
+    def own_part(self, tensor: torch.Tensor) -> OwnPart:
+        return self.part_of(self._signals.rank, tensor)
 
-    def shared_part(self, tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    def sum_of(self, store: Store) -> torch.Tensor | None:
+        return self._windows.sum_of(store)
+
+    def part_of(self, rank: int, tensor: torch.Tensor) -> OwnPart:
+        """The elements of a tensor that a replica updates."""
         store, placement = self.find(tensor)
-        return store.shared[placement.offset + first : placement.offset + last]
+        start, end = chunk_of(rank, self._signals.size, store.num_elements)
+        first, last = max(0, start - placement.offset), min(placement.numel, end - placement.offset)
+        return OwnPart(first, max(first, last), placement, store.shared)
 
     def find(self, tensor: torch.Tensor) -> tuple[Store, Placement]:
         """Where a tensor lies."""

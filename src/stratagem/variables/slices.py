@@ -14,8 +14,8 @@ from typing import Any, final
 
 import torch
 
-from stratagem.collectives.exchange import chunk_of
 from stratagem.errors import StrategyError
+from stratagem.variables.flat_ranges import FlatRange, UpdatedPart, joined
 from stratagem.variables.optimizer_slices import (
     StateMark,
     bare_step,
@@ -60,9 +60,10 @@ class SplitUpdate:
         self._size = size
         self._slots = Slots((), ())
         self._signature: Any = None
-        self._parts: list[tuple[int, torch.Tensor, int, int]] = []
+        self._parts: list[UpdatedPart] = []
+        self._ranges: list[FlatRange] = []
         self._private: list[torch.Tensor] = []  # parts for whose state there is no shared memory yet
-        self._unshared: list[tuple[torch.Tensor, Part]] = []  # parts that have made no state yet
+        self._unshared: list[tuple[torch.Tensor, Part]] = []  # parts that have made no state yet, and its place
         self._hidden: dict[int, int] = {}  # parameters whose state the user's optimizer does not show yet: their names
         self._inner: Any = None
         self._ids: list[list[int]] = []  # of the parameters that the parts are of, for each group
@@ -97,25 +98,37 @@ class SplitUpdate:
         if self.is_state_changed():
             self._take_own_parts(parameters)
         copy_options(self.optimizer, self._inner)
-        gradients: dict[int, torch.Tensor] = {}
-        for number, part, first, last in self._parts:
-            parameter = parameters[number]
-            if parameter.grad is None:
-                part.grad = None
-                continue
-            if number not in gradients:  # once for all blocks of a parameter
-                gradients[number] = laid_out(self._dense(parameter.grad), self._placement(parameter))
-            part.grad = piece(gradients[number], first, last)
+        whole = [each for each in self._ranges if each.takes(parameters)]
+        alone = self._with_gradients([part for each in self._ranges if each not in whole for part in each.parts])
+        for number, group in enumerate(self._inner.param_groups):
+            group["params"] = [each.tensor for each in whole if each.parts[0].group == number]
+            group["params"] += [part.tensor for part in alone if part.group == number]
         for name in _SCALER_ATTRIBUTES:
             setattr(self._inner, name, getattr(self.optimizer, name, None))
         with torch.no_grad():
             self._bare_step(self._inner)
+        for each in whole:
+            each.note_update()
+        for part in alone:
+            part.tensor.grad = None  # it would keep the whole gradient alive, and the next pass would copy it
         if self._unshared:
             self._share()
-        for _, part, _, _ in self._parts:
-            part.grad = None  # it would keep the whole gradient alive, and the next pass would copy it
         # Written through another view: autograd must still notice that the values it saved are gone.
         torch.autograd.graph.increment_version([each for each in parameters if each.grad is not None])
+
+    def _with_gradients(self, parts: Sequence[UpdatedPart]) -> list[UpdatedPart]:
+        """Gives parts their pieces of the gradients; those that have one."""
+        parameters, found = parameters_of(self.optimizer), []
+        gradients: dict[int, torch.Tensor] = {}
+        for part in parts:
+            gradient = parameters[part.number].grad
+            if gradient is None:
+                continue
+            if part.number not in gradients:  # once for all blocks of a parameter
+                gradients[part.number] = laid_out(self._dense(gradient), part.placement)
+            part.tensor.grad = piece(gradients[part.number], part.first, part.last)
+            found.append(part)
+        return found
 
     def _dense(self, gradient: torch.Tensor) -> torch.Tensor:
         if gradient.is_sparse and not isinstance(self.optimizer, _TAKE_SPARSE):
@@ -130,20 +143,19 @@ class SplitUpdate:
         state = self._inner.state if self._inner is not None else {}
         old = {part.data_ptr(): state.get(part) for part in self._private}
         places = {(part.name, part.first): part for part in self._slots.parts}
-        names = {part.name for part in self._slots.parts}
+        names = {part.name for part in self._slots.parts if part.cells}
         self._parts, self._private, self._unshared, self._hidden = [], [], [], {}
         groups, numbers = [], itertools.count()
         known: dict[torch.Tensor, dict[str, Any]] = {}
-        for group in self.optimizer.param_groups:
-            parts = []
+        for group_number, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
-                number, placement = next(numbers), self._placement(parameter)
-                for first, last in blocks(*self._copies.own_part(parameter)):
-                    part = self._copies.shared_part(parameter, first, last)
-                    self._parts.append((number, part, first, last))
-                    parts.append(part)
+                number, (store, placement) = next(numbers), self._copies.find(parameter)
+                own = self._copies.own_part(parameter)
+                for first, last in blocks(own.first, own.last):
+                    part = own.values(first, last)
                     place = places.get((placement.name, first))
-                    if place is not None and self._slots.cell(place.flag):
+                    self._parts.append(UpdatedPart(group_number, number, part, store, placement, first, last, place))
+                    if place is not None and (not place.cells or self._slots.cell(place.flag)):
                         known[part] = {cell.key: self._slots.cell(cell) for cell in place.cells}
                         continue
                     if kept := old.get(part.data_ptr()):
@@ -154,9 +166,15 @@ class SplitUpdate:
                         self._unshared.append((part, place))
                 if placement.name in names:
                     self._hidden[number] = placement.name
-            groups.append({**group, "params": parts})
+            groups.append({**group, "params": []})
         self._inner = over(self.optimizer, groups, known)
         self._ids = _ids(self.optimizer)
+        self._join()
+
+    def _join(self) -> None:
+        """Finds the parts that are updated at once."""
+        self._ranges = joined(self._parts, self._slots, self._copies.sum_of)
+        self._inner.state |= {each.tensor: each.state for each in self._ranges if len(each.parts) > 1}
 
     def _share(self) -> None:
         """Moves state that this replica has made into shared memory."""
@@ -167,6 +185,7 @@ class SplitUpdate:
                         state[cell.key] = self._slots.cell(cell).copy_(state[cell.key])
                 self._slots.cell(place.flag).fill_(1)
         self._unshared = [(part, place) for part, place in self._unshared if not self._inner.state.get(part)]
+        self._join()
 
     def _show(self) -> None:
         """Lets the user's optimizer have the state of whole parameters, where it lies."""
@@ -190,7 +209,7 @@ class SplitUpdate:
 
     def _take_own_parts(self, parameters: Sequence[torch.Tensor]) -> None:
         """In a step: makes what the program did to the state that of this replica's parts; the others do theirs."""
-        own = {(self._placement(parameters[number]).name, first) for number, _, first, _ in self._parts}
+        own = {(part.placement.name, part.first) for part in self._parts}
         parts = [part for part in self._slots.parts if (part.name, part.first) in own]
         given = {self._placement(each).name: state for each, state in self.optimizer.state.items() if state}
         for part in parts:
@@ -250,16 +269,14 @@ class SplitUpdate:
                     if parameter.dtype not in tried:
                         tried[parameter.dtype] = forms_of(optimizer, group, parameter, is_flat=True)
                     forms = tried[parameter.dtype]
-                if forms:
-                    layout.add(number, self._placement(parameter), forms, list(self._ranges(parameter)))
+                layout.add(number, self._placement(parameter), forms, list(self._ranges_of(parameter)))
         return layout
 
-    def _ranges(self, parameter: torch.Tensor) -> Iterator[tuple[int, int]]:
+    def _ranges_of(self, parameter: torch.Tensor) -> Iterator[tuple[int, int]]:
         """What all replicas update of a parameter at a time."""
-        store, placement = self._copies.find(parameter)
         for rank in range(self._size):
-            start, end = (each - placement.offset for each in chunk_of(rank, self._size, store.num_elements))
-            yield from blocks(max(0, start), min(placement.numel, end))
+            part = self._copies.part_of(rank, parameter)
+            yield from blocks(part.first, part.last)
 
     def _placement(self, parameter: torch.Tensor) -> Placement:
         placement: Placement = self._copies.find(parameter)[1]

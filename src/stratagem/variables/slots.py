@@ -6,6 +6,7 @@ does, in one piece, whatever parts it is updated in: so the state of whole param
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -225,14 +226,37 @@ def blocks(first: int, last: int) -> Iterator[tuple[int, int]]:
 
 
 @final
+@dataclasses.dataclass(frozen=True)
+class _Added:
+    """A parameter that is to have a state (`Layout.add`)."""
+
+    number: int
+    placement: Placement
+    forms: tuple[Form, ...]
+    ranges: tuple[tuple[int, int], ...] | None
+    region: int
+    separate: bool
+
+    def is_followed_by(self, other: "_Added") -> bool:
+        """Whether another lies right behind it, and will have the same state."""
+        if None in (self.ranges, other.ranges) or self.separate or other.separate:
+            return False
+        gap = other.placement.offset - self.placement.offset - self.placement.numel
+        return (self.forms, self.region) == (other.forms, other.region) and 0 <= gap < _ALIGN_BYTES
+
+
+@final
 class Layout:
-    """Where a state will lie.
+    """Where a state will lie: slots of neighbouring parameters side by side, as the parameters lie.
+
+    So a range of several parameters has its state in ranges of the same form, and can be updated at once.
 
     Args:
         num_regions: How many regions parameters are put in; more are added where a slot has one to itself.
     """
 
     def __init__(self, num_regions: int = 1) -> None:
+        self._added: list[_Added] = []
         self._parts: list[Part] = []
         self._sizes = [0] * num_regions  # in bytes
         self._separate: list[tuple[int, tuple[int, ...], torch.dtype]] = []
@@ -240,11 +264,13 @@ class Layout:
     @property
     def parts(self) -> tuple[Part, ...]:
         """What the optimizer works on."""
+        self._place_all()
         return tuple(self._parts)
 
     @property
     def kinds(self) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
         """For each region the number that its parameters were added with, its shape and its dtype."""
+        self._place_all()
         flat = [(number, (max(1, size),), torch.uint8) for number, size in enumerate(self._sizes)]
         return [*flat, *self._separate]
 
@@ -273,25 +299,49 @@ class Layout:
             region: In which memory.
             separate: Whether slots of its shape lie in regions of their own.
         """
+        own = None if ranges is None else tuple(ranges)
+        self._added.append(_Added(number, placement, tuple(forms), own, region, separate))
+
+    def _place_all(self) -> None:
+        added, self._added = self._added, []
+        neighbours: list[_Added] = []
+        for each in added:
+            if neighbours and not neighbours[-1].is_followed_by(each):
+                self._place(neighbours)
+                neighbours = []
+            neighbours.append(each)
+        if neighbours:
+            self._place(neighbours)
+
+    def _place(self, neighbours: Sequence[_Added]) -> None:
+        head, tail = neighbours[0], neighbours[-1].placement
+        span = tail.offset + tail.numel - head.placement.offset
+        num_parts = sum(1 if each.ranges is None else len(each.ranges) for each in neighbours)
+        flags = self._reserve(head.region, num_parts * torch.int64.itemsize)
         starts: dict[str, tuple[int, int]] = {}
-        for key, shape, dtype, _ in forms:
-            if shape is None and separate:
-                self._separate.append((region, placement.shape, dtype))
+        for key, shape, dtype, _ in head.forms:
+            if shape is None and head.separate:
+                self._separate.append((head.region, head.placement.shape, dtype))
                 starts[key] = len(self._sizes) + len(self._separate) - 1, 0
-            elif shape is None:
-                starts[key] = region, self._reserve(region, placement.numel * dtype.itemsize)
-        for first, last in [(0, placement.numel)] if ranges is None else ranges:
-            own = placement.shape if ranges is None else (last - first,)
-            flag = SlotCell("", region, self._reserve(region, torch.int64.itemsize), (), torch.int64, is_number=False)
-            cells = []
-            for key, shape, dtype, is_number in forms:
-                if shape is None:
+            else:
+                numel = span if shape is None else num_parts * torch.Size(shape).numel()
+                starts[key] = head.region, self._reserve(head.region, numel * dtype.itemsize)
+        counted = itertools.count()
+        for each in neighbours:
+            before = each.placement.offset - head.placement.offset
+            for first, last in [(0, each.placement.numel)] if each.ranges is None else each.ranges:
+                own = each.placement.shape if each.ranges is None else (last - first,)
+                count = next(counted)
+                offset = flags + count * torch.int64.itemsize
+                flag = SlotCell("", head.region, offset, (), torch.int64, is_number=False)
+                cells = []
+                for key, shape, dtype, is_number in head.forms:
                     where, start = starts[key]
-                    cells.append(SlotCell(key, where, start + first * dtype.itemsize, own, dtype, is_number))
-                else:
-                    offset = self._reserve(region, torch.Size(shape).numel() * dtype.itemsize)
-                    cells.append(SlotCell(key, region, offset, shape, dtype, is_number))
-            self._parts.append(Part(number, placement, first, last, ranges is not None, flag, tuple(cells)))
+                    position = before + first if shape is None else count * torch.Size(shape).numel()
+                    form = own if shape is None else shape
+                    cells.append(SlotCell(key, where, start + position * dtype.itemsize, form, dtype, is_number))
+                part = Part(each.number, each.placement, first, last, each.ranges is not None, flag, tuple(cells))
+                self._parts.append(part)
 
     def _reserve(self, region: int, num_bytes: int) -> int:
         offset = self._sizes[region]

@@ -9,7 +9,7 @@ change in place is the replica's own until it is published. Each tensor has a st
 import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -35,6 +35,26 @@ class Placement:
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
+
+
+class OwnPart(NamedTuple):
+    """The elements of a tensor that one replica updates for all.
+
+    Args:
+        first: The first of them, in the order of memory.
+        last: The one after the last.
+        placement: Where the whole tensor lies in `shared`.
+        shared: Memory that all replicas see.
+    """
+
+    first: int
+    last: int
+    placement: Placement
+    shared: torch.Tensor
+
+    def values(self, first: int, last: int) -> torch.Tensor:
+        """Elements of the tensor as a flat vector that all replicas see."""
+        return self.shared[self.placement.offset + first : self.placement.offset + last]
 
 
 @final
@@ -118,6 +138,10 @@ class Store:
         self.gone: set[int] = set()
         self._homes = Homes(self.private, self.placements)
         self._tensors: list[Any] = []
+
+    def is_gap(self, first: int, last: int) -> bool:
+        """Whether between two elements lies only what aligns the second, and no other tensor."""
+        return 0 <= (last - first) * self.dtype.itemsize < _ALIGN_BYTES
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:

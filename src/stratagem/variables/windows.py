@@ -53,6 +53,10 @@ class Windows:
         """Whether the gradients of a store are summed."""
         return any(each.store is store for each in self._rows)
 
+    def sum_of(self, store: Store) -> torch.Tensor | None:
+        """The sums of a store, one after the other; zeros between them."""
+        return next((each.exchange.sum for each in self._rows if each.store is store), None)
+
     def begin(self, *, syncing: bool, counts: bool) -> None:
         if self._is_spoiled:
             raise StrategyError(

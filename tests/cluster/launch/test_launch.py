@@ -16,7 +16,8 @@ import pytest
 from stratagem import _env
 from stratagem.cluster.launch import task_processes as crew_module
 from stratagem.cluster.launch.agent import Patience
-from stratagem.cluster.launch.local_launcher import LaunchOutcome, LocalLauncher
+from stratagem.cluster.launch.launching import Launching, LaunchOutcome
+from stratagem.cluster.launch.local_launcher import launch_here
 from stratagem.cluster.launch.output import ALL, Screen
 from stratagem.cluster.launch.plan import Order, make_plan
 from stratagem.cluster.launch.user_program import UserProgram
@@ -63,7 +64,7 @@ class Launch:
         file.write_text(PRELUDE + program)
         plan = make_plan(Order(UserProgram(str(file), arguments), **order), Inventory())  # type: ignore[arg-type]
         screen = Screen(self.out, self.err, None if show is None else frozenset(show))
-        return LocalLauncher(screen, say=self.said.append, log_dir=log_dir, patience=patience).launch(plan)
+        return launch_here(plan, Launching(screen, self.said.append, log_dir, patience or Patience()))
 
     def note(self, path: str) -> str:
         return (self.folder / path).read_text()

@@ -37,6 +37,8 @@ from tests.cluster import nursery
 from tests.cluster.tasks import TaskProcess, started, workers
 from tests.travelling import TRAVELLING
 
+pytestmark = pytest.mark.usefixtures("known_token")
+
 HERE = NodePlace("worker", 0, "CPU", 0)
 OPENING = {
     **{"soft": None, "growth": None, "fraction": None, "visible": "", "counts": {}},
@@ -49,23 +51,11 @@ DECLARING = {
 
 
 @pytest.fixture(scope="module")
-def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("session") / "secrets" / "token"
-    tokens.create(path)
-    return path
-
-
-@pytest.fixture(autouse=True)
-def known_token(no_starter: None, token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(_env.TOKEN_FILE, str(token_file))
-
-
-@pytest.fixture(scope="module")
-def cluster(token_file: Path, forked_tasks: None) -> Iterator[tuple[list[TaskProcess], list[str]]]:
+def cluster(module_token: Path, forked_tasks: None) -> Iterator[tuple[list[TaskProcess], list[str]]]:
     """Two tasks in processes of their own, and their targets."""
     spec = workers(2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(_env.TOKEN_FILE, str(token_file))
+        patch.setenv(_env.TOKEN_FILE, str(module_token))
         with started(2) as tasks:
             yield tasks, [task.ask(f"listen({spec!r}, 'worker', {index})") for index, task in enumerate(tasks)]
 
@@ -160,6 +150,22 @@ def test_traced_step_trains_the_programs_model_in_another_task(cluster: tuple[li
     torch.testing.assert_close(models[1].weight, models[0].weight)
 
 
+def test_random_numbers_are_drawn_in_the_task_that_was_asked_for(cluster: tuple[list[TaskProcess], list[str]]) -> None:
+    with sg.Graph() as graph, sg.device("/job:worker/task:1/cpu:0"):
+        drawn = [torch.rand(20), torch.randint(99, (20,)), torch.randperm(20), torch.normal(0.0, 1.0, (20,))]
+        own = torch.rand(3, generator=torch.Generator()) + sg.constant(0.0)
+    with sg.Session(cluster[1][0], graph) as session:
+        for first, second in zip(session.run(drawn), session.run(drawn), strict=True):
+            assert not torch.equal(first, second)
+        with pytest.raises(
+            SessionError, match=r"RandomUniform_1 .* cannot travel .* it has an argument <torch\._C\.Generator"
+        ):
+            session.run(own)
+    assert {str(node.spec) for node in graph.nodes if node.type.startswith("Random")} == {
+        "/job:worker/task:1/device:CPU:0"
+    }
+
+
 def test_types_and_large_tensors_travel_whole(server: sg.Server) -> None:
     values = [
         torch.randn(3, 700_000),  # more than one piece
@@ -251,7 +257,7 @@ def test_operation_that_may_not_travel_is_refused_before_it_does(server: sg.Serv
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_run_over_a_task_that_is_lost_names_it(
-    token_file: Path, forked_tasks: None, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    module_token: Path, forked_tasks: None, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From this task to the other and back again; the other dies, or stops, between two runs."""
     monkeypatch.setenv("STRATAGEM_HEARTBEAT_TIMEOUT", "2")

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from stratagem.parameters.consistency import Gate
 from stratagem.parameters.local.board import Board
 from stratagem.parameters.local.journal import Journal, Target
 from stratagem.parameters.local.locks import Locks
@@ -145,22 +144,3 @@ def test_who_waits_can_end_the_holder_of_a_lock(is_shared: bool) -> None:
     holder.join(PATIENCE_S)
     assert holder.exitcode == -signal.SIGKILL
     holder.close()
-
-
-def test_gate_lets_the_oldest_push_and_the_others_wait() -> None:
-    memory = Memory()
-    gates = [Gate(1, worker, memory.board, memory.locks, 9) for worker in range(3)]
-    gates[0].enter()
-    gates[1].enter()
-    assert memory.board.in_flight[:3].tolist() == [1, 1, 0]
-    assert not gates[2]._others()[2:]  # two are in a step: a third may not begin
-    assert len(gates[2]._others()) > 1
-
-    def push(worker: int) -> None:
-        memory.board.version += 1
-        memory.board.in_flight[worker] = memory.board.version + 1
-
-    gates[0].push(lambda: push(0))
-    assert not gates[0]._may_push()  # worker 1 would then have missed two
-    gates[1].push(lambda: push(1))
-    assert gates[0]._may_push()

@@ -415,7 +415,7 @@ def definition(trainer: Trainer) -> dict[str, object]:
         **bodies.plan_to_body(trainer.plan),
         "shard": 0,
         "optimizers": [bodies.optimizer_to_body(trainer.spec)],
-        "pacing": [None, None, [], 60.0, []],
+        "pacing": ["Async", [], [], [], 60.0],
         "has_values": False,
         "is_open": True,
     }

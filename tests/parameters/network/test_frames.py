@@ -154,14 +154,14 @@ def test_bodies_refuse_whatever_is_not_theirs(kind: FrameKind, data: st.DataObje
         {"shards": [[[5, 0, 1]]]},
         {"shards": [[[0, 0, 9]]]},
         {"shards": [[[0, 0, 1], [0, 1, 2]]]},
-        {"pacing": [None, None, [], 0, []]},
-        {"pacing": [None, None, [], 60.0, [1.0, -1.0]]},
+        {"pacing": ["Async", [], [], [], 0]},
+        {"pacing": ["Async", [], [1.0, -1.0], [], 60.0]},
         {"surprise": 1},
     ],
 )
 def test_plan_from_a_body_refuses_what_cannot_be(change: dict[str, object]) -> None:  # A6
     plan = make_plan([Variable("a", (2,), torch.float32)], 1)
-    common = {"shard": 0, "optimizers": [], "pacing": [None, None, [], 60.0, []], "has_values": True, "is_open": True}
+    common = {"shard": 0, "optimizers": [], "pacing": ["Async", [], [], [], 60.0], "has_values": True, "is_open": True}
     body = {**bodies.plan_to_body(plan), **common}
     assert bodies.plan_from_body(bodies.decode(FrameKind.DEFINE, bodies.encode(FrameKind.DEFINE, body))) == plan
     with pytest.raises(ProtocolError):
@@ -180,7 +180,7 @@ def test_optimizer_travels_without_code() -> None:
 
 def test_too_many_variables_are_refused_where_they_are_named() -> None:
     plan = make_plan([Variable(f"{number}{'x' * 2000}", (1,), torch.float32) for number in range(600)], 1)
-    common = {"shard": 0, "optimizers": [], "pacing": [None, None, [], 60.0, []], "has_values": True, "is_open": True}
+    common = {"shard": 0, "optimizers": [], "pacing": ["Async", [], [], [], 60.0], "has_values": True, "is_open": True}
     with pytest.raises(ParameterError, match="fewer variables"):
         bodies.encode(FrameKind.DEFINE, {**bodies.plan_to_body(plan), **common})
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stratagem.errors import ParameterServerLostError, ProtocolError
+from stratagem.parameters.consistency import BoundedStaleness
 from stratagem.parameters.network import same_host_memory
 from stratagem.parameters.network.compression import Compression
 from stratagem.parameters.network.frames import FrameKind
@@ -82,7 +83,7 @@ def test_older_values_never_come_after_newer_ones(new_cluster: NewCluster, share
 
 def test_memory_is_not_written_while_a_server_may_still_read_it(new_cluster: NewCluster) -> None:
     cluster = new_cluster(num_ps=2)
-    pacing = Pacing(max_ahead=0)
+    pacing = Pacing(BoundedStaleness(0))
     fast, slow = (Trainer(cluster.worker(index, shares_memory=True, heartbeat_timeout_s=2.0), 2) for index in range(2))
     for place, each in enumerate((fast, slow)):
         each.define(has_values=place == 0, pacing=pacing)

@@ -14,11 +14,11 @@ from torch import nn
 import stratagem as sg
 from stratagem.errors import ParameterError
 from stratagem.parameters.network.frames import FrameKind
-from stratagem.parameters.network.server import pacing
 from stratagem.parameters.network.server.client_requests import ClientRequest, number_of
-from stratagem.parameters.network.server.pacing import Pace, Pacing
+from stratagem.parameters.network.server.pacing import Pace, Pacing, RateTable
 from stratagem.parameters.partitioning import make_plan
 from stratagem.parameters.protocol import OptimizerSpec, Push, Rows, Variable, Verdict
+from stratagem.parameters.rounds import mean_of
 from stratagem.parameters.shard import Shard
 from tests.parameters.network.cluster import PATIENCE_S, Cluster, Trainer, same
 from tests.parameters.network.test_strategy import build, task, training_step
@@ -37,7 +37,7 @@ def beside() -> Iterator[Callable[..., "Future[Any]"]]:
 def together(num_workers: int, num_gradients: int | None = None) -> Pacing:
     """Steps of workers 0 to n - 1 together, each with all of their gradients or some."""
     members = tuple(number_of(f"worker/{index}") for index in range(num_workers))
-    return Pacing(num_gradients=num_gradients or num_workers, members=members)
+    return Pacing(sg.Synchronous(num_workers - (num_gradients or num_workers)), members)
 
 
 def paced(cluster: Cluster, index: int, pacing: Pacing, **options: Any) -> Trainer:
@@ -48,7 +48,7 @@ def paced(cluster: Cluster, index: int, pacing: Pacing, **options: Any) -> Train
 
 def test_worker_that_is_ahead_waits_for_the_slowest(new_cluster: NewCluster) -> None:
     cluster = new_cluster(num_ps=2)
-    fast, slow = (paced(cluster, index, Pacing(max_ahead=1)) for index in range(2))
+    fast, slow = (paced(cluster, index, Pacing(sg.BoundedStaleness(1))) for index in range(2))
     with beside() as call:
         assert {each.version for each in fast.step(1)} == {1}
         second = call(fast.step, 2)
@@ -67,7 +67,7 @@ def test_worker_that_is_ahead_waits_for_the_slowest(new_cluster: NewCluster) -> 
 
 def test_wait_for_a_worker_that_does_nothing_ends_with_its_name(new_cluster: NewCluster) -> None:
     cluster = new_cluster()
-    fast, _ = (paced(cluster, index, Pacing(max_ahead=0, stall_s=0.2)) for index in range(2))
+    fast, _ = (paced(cluster, index, Pacing(sg.BoundedStaleness(0), stall_s=0.2)) for index in range(2))
     with pytest.raises(ParameterError, match=r"waited 0\.2 s for worker/1, which has not pushed"):
         fast.step(1)
     fast.pull()  # the connection is as before
@@ -114,7 +114,7 @@ def test_worker_that_comes_while_a_push_is_on_its_way_is_as_far_in_all_servers()
         for worker in range(2):
             shard.admit(worker)
         tell = functools.partial(lambda said, request, _: said.append(request.worker), said)
-        paces.append(Pace(Pacing(max_ahead=0), shard, tell, lambda *_: pytest.fail("a push failed"), print))
+        paces.append(Pace(Pacing(sg.BoundedStaleness(0)), shard, tell, lambda *_: pytest.fail("a push failed"), print))
 
     def push(server: int, worker: int, number: int, clock: int) -> None:
         request = ClientRequest(worker, FrameKind.PUSH, {"clock": clock}, (), lambda *_: None)
@@ -179,9 +179,9 @@ def test_one_that_is_lost_and_one_that_is_done_leave_the_last_to_go_on(new_clust
 
 def test_whole_gradient_and_rows_of_one_variable_are_refused_in_any_order() -> None:
     whole, rows = torch.ones(3, 2), Rows(torch.tensor([1]), torch.ones(1, 2))
-    for parts in ([(whole, 0.5), (rows, 0.5)], [(rows, 0.5), (whole, 0.5)]):
+    for first, second in ((whole, rows), (rows, whole)):
         with pytest.raises(ParameterError, match="a whole gradient and rows"):
-            pacing._sum(parts)
+            mean_of([({"table": first}, 1), ({"table": second}, 1)])
 
 
 def test_rate_of_a_push_follows_its_staleness(new_cluster: NewCluster) -> None:
@@ -191,9 +191,9 @@ def test_rate_of_a_push_follows_its_staleness(new_cluster: NewCluster) -> None:
     values, gradients = ({name: torch.full((1,), value) for name in ("a", "b")} for value in (0.0, -1.0))
     clients = [cluster.worker(index) for index in range(2)]
     for index, client in enumerate(clients):
-        client.define(plan, [spec], values if index == 0 else None, pacing=Pacing(rates=(1.0, 0.5)))
+        client.define(plan, [spec], values if index == 0 else None, pacing=Pacing(sg.Async(RateTable((1.0, 0.5)))))
     with pytest.raises(ParameterError, match="rate_of gives other rates"):
-        clients[1].define(plan, [spec], pacing=Pacing(rates=(1.0, 0.25)))
+        clients[1].define(plan, [spec], pacing=Pacing(sg.Async(RateTable((1.0, 0.25)))))
     for client in (clients[0], clients[0], clients[1]):
         client.wait(client.push(gradients))  # none sees what the others did: a staleness of 0, 1 and 2
     clients[0].wait(clients[0].pull(values))

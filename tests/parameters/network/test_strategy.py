@@ -289,7 +289,7 @@ def test_tasks_with_other_clusters_are_told(new_cluster: NewCluster) -> None:
                 other.run(lambda: None)
         with task(cluster, index=2, consistency=BoundedStaleness(1)) as other:
             kept = make_scalar(other)
-            with pytest.raises(ParameterError, match=r"Async\(\) there and BoundedStaleness\(1\) here"):
+            with pytest.raises(ParameterError, match=r"Async\(\) there and BoundedStaleness\(max_staleness=1\) here"):
                 other.run(lambda: None)
         del kept
 
@@ -406,11 +406,15 @@ def test_options_without_meaning_in_a_task_are_refused(options: dict[str, Any], 
 
 def test_options_are_translated() -> None:
     options = ClusterOptions.of(consistency=BoundedStaleness(2), compression="bf16")
-    assert options.pacing([1, 2, 3]) == Pacing(max_ahead=2, members=(1, 2, 3))
+    assert options.pacing([1, 2, 3]) == Pacing(BoundedStaleness(2), (1, 2, 3))
     assert options.compression == sg.Compression("bf16")
-    assert ClusterOptions.of(consistency=Synchronous(1)).pacing([1, 2, 3]) == Pacing(None, 2, (1, 2, 3))
-    rates = ClusterOptions.of(consistency=Async(rate_of=lambda staleness: 1 / (1 + staleness))).pacing([1, 2, 3]).rates
-    assert rates[:3] == (1.0, 1 / 2, 1 / 3)
+    assert ClusterOptions.of(consistency=Synchronous(1)).pacing([1, 2, 3]) == Pacing(Synchronous(1), (1, 2, 3))
+    falling = ClusterOptions.of(consistency=Async(rate_of=lambda staleness: 1 / (1 + staleness))).pacing([1, 2, 3])
+    sent = Pacing.from_body(falling.to_body())
+    assert sent == falling
+    rate_of = sent.consistency.rate_of
+    assert rate_of is not None
+    assert [rate_of(staleness) for staleness in (0, 1, 127, 1000)] == [1, 1 / 2, 1 / 128, 1 / 128]
     with pytest.raises(StrategyError, match="leaves none of 2 workers"):
         ClusterOptions.of(consistency=Synchronous(2)).pacing([1, 2])
 

@@ -51,7 +51,8 @@ def main() -> None:
             if MODE == "once" and name == "worker-1" and len(lives(name)) == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             if MODE == "once" and strategy.is_chief and len(lives("worker-1")) == 2 and found is None:
-                save_checkpoint(FOLDER / "checkpoints", strategy.version, {"strategy": strategy.state_dict()})
+                state = strategy.state_dict()  # others go on meanwhile: it is of the version that it says
+                save_checkpoint(FOLDER / "checkpoints", state["version"], {"strategy": state})
                 for victim in (lives("ps-0")[0], lives("worker-1")[1]):
                     os.kill(victim, signal.SIGKILL)
             elif found is None:

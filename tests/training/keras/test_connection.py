@@ -78,3 +78,22 @@ def test_synchronized_normalization_is_there_before_any_scope(imports: str) -> N
         assert found[0] == found[1], found
     """)
     assert done.returncode == 0, done.stderr
+
+
+def test_workers_that_were_there_before_keras_know_its_metrics() -> None:
+    done = run_program("""
+        import os
+        import torch
+        import stratagem as sg
+
+        os.environ.pop("KERAS_BACKEND")
+        with sg.ParameterServerStrategy(num_workers=1) as strategy:
+            strategy.local_results(strategy.run(lambda: torch.ones(1)))
+            os.environ["KERAS_BACKEND"] = "torch"
+            import keras
+
+            with strategy.scope():
+                score, mean = keras.metrics.F1Score(), keras.metrics.Mean()
+            strategy.local_results(strategy.run(lambda: score.update_state(torch.eye(2), torch.eye(2))))
+    """)
+    assert "StrategyError: F1Score 'f1_score' makes its variables in its first update" in done.stderr

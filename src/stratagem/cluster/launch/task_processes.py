@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, final
+from typing import final
 
 from stratagem.cluster.launch import task_start
 from stratagem.cluster.launch.ctrl_c import CtrlC
@@ -24,8 +25,8 @@ from stratagem.cluster.launch.run_directory import RunDirectory
 from stratagem.cluster.spec import PS
 from stratagem.errors import LaunchError
 
-_POLL_S = 0.02
-_KILL_TIMEOUT_S = 10.0
+POLL_S = 0.02
+KILL_TIMEOUT_S = 10.0
 _PATIENT_S = 2.0
 
 
@@ -62,61 +63,33 @@ class Ended:
     asked: bool
 
 
-class Processes(Protocol):
-    """The processes of all tasks of a start, wherever they are."""
-
-    ended: list[Ended]
-
-    def start(self, tasks: Sequence[LaunchedTask], *, restart: int) -> list[int]:
-        """Starts all tasks; their process ids."""
-
-    def poll(self) -> None:
-        """Notes which tasks have ended."""
-
-    def failed(self) -> list[Ended]:
-        """Tasks that have ended by themselves and not well, the earliest first."""
-
-    def explain(self, ended: Ended, *, killed_for_memory: bool) -> Failure:
-        """Says why a task that has ended did so; before `stop`."""
-
-    def running(self, *jobs: str) -> list[str]:
-        """The names of tasks of these jobs that have not ended."""
-
-    def stop(self, number: signal.Signals = signal.SIGTERM, grace_s: float = 10.0) -> None:
-        """Ends all tasks: asks them by a signal, waits, kills; at once if the user asks a second time."""
-
-    def shown(self) -> dict[str, str]:
-        """The last that each task wrote whose output was shown; after `stop`."""
-
-
-@final
-class TaskProcesses:
-    """The processes of all tasks on this machine.
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """The process that has started all tasks, as far as those concern it.
 
     Args:
-        command: What each of them runs.
-        directory: Where logs are, and who cleans up if this process is killed.
+        directory: Where logs are, and who cleans up if it is killed.
         screen: What is shown of their output.
         interrupts: Tells whether the user has asked to stop at once.
         say: Is told when tasks take long to end.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        directory: RunDirectory,
-        screen: Screen,
-        interrupts: CtrlC,
-        say: Callable[[str], None],
-    ) -> None:
-        self._command = command
-        self._directory = directory
-        self._screen = screen
-        self._interrupts = interrupts
-        self._say = say
-        self._running: dict[int, tuple[LaunchedTask, subprocess.Popen[bytes]]] = {}
-        self._asked: set[int] = set()
+    directory: RunDirectory
+    screen: Screen
+    interrupts: CtrlC
+    say: Callable[[str], None]
+
+
+class Processes(ABC):
+    """The processes of all tasks of a start, wherever they are, and the order in which they are ended.
+
+    Args:
+        launcher: Who starts them.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._asked: set[str] = set()
         self._output: TaskOutput | None = None
         self._last_output: TaskOutput | None = None
         self.ended: list[Ended] = []
@@ -125,9 +98,98 @@ class TaskProcesses:
         """Starts all tasks; their process ids."""
         self.ended = []
         self._asked.clear()
-        self._output = TaskOutput(self._directory.logs, self._screen)
-        pids = [self._start(self._output, task, restart) for task in tasks]
-        self._output.start(pids)
+        self._output = TaskOutput(self._launcher.directory.logs, self._launcher.screen)
+        return self._start_all(self._output, tasks, restart)
+
+    def failed(self) -> list[Ended]:
+        """Tasks that have ended by themselves and not well, the earliest first."""
+        return sorted((each for each in self.ended if each.code and not each.asked), key=lambda each: each.at)
+
+    def _explained(self, ended: Ended, *, killed_for_memory: bool = False) -> Failure:
+        """Why a task has ended, by its code and its output."""
+        name, at = ended.task.name, time.time() - (time.monotonic() - ended.at)
+        log_tail = self._output.tail(name) if self._output else ""
+        failure = explain(name, ended.code, log_tail, at=at, killed_for_memory=killed_for_memory)
+        return dataclasses.replace(failure, shown=self._launcher.screen.shows(name, ended.task.number))
+
+    def running(self, *jobs: str) -> list[str]:
+        """The names of tasks of these jobs that have not ended."""
+        return [task.name for task in self._under_way() if task.seat.job in jobs]
+
+    def stop(self, number: signal.Signals = signal.SIGTERM, grace_s: float = 10.0) -> None:
+        """Ends all tasks: asks them by a signal, waits, kills; at once if the user asks a second time.
+
+        Parameter servers come last, so that no task loses its own while it ends.
+        """
+        deadline = time.monotonic() + grace_s
+        patient_until = time.monotonic() + _PATIENT_S
+        for jobs in ([job for job in JOBS if job != PS], [PS]):
+            self._asked.update(self.running(*jobs))
+            self._signal(self.running(*jobs), number)
+            while self.running(*jobs) and time.monotonic() < deadline and not self._launcher.interrupts.insisted:
+                time.sleep(POLL_S)
+                self.poll()
+                if time.monotonic() > patient_until and self.running(*jobs):
+                    patient_until = math.inf
+                    self._launcher.say(
+                        f"waiting up to {grace_s:g} s for {', '.join(self.running(*jobs))} to end; Ctrl-C ends it"
+                    )
+        self._signal(self.running(*JOBS), signal.SIGKILL)
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while self._under_way() and time.monotonic() < deadline:
+            self.poll()
+            time.sleep(POLL_S if self._under_way() else 0.0)
+        self._leave()
+        if self._output:
+            self._output.close()
+            self._output, self._last_output = None, self._output
+
+    def shown(self) -> dict[str, str]:
+        """The last that each task wrote whose output was shown; after `stop`."""
+        return self._last_output.shown() if self._last_output is not None else {}
+
+    @abstractmethod
+    def poll(self) -> None:
+        """Notes which tasks have ended."""
+
+    @abstractmethod
+    def explain(self, ended: Ended, *, killed_for_memory: bool) -> Failure:
+        """Says why a task that has ended did so; before `stop`."""
+
+    @abstractmethod
+    def _start_all(self, output: TaskOutput, tasks: Sequence[LaunchedTask], restart: int) -> list[int]:
+        """Starts all tasks, whose output goes there; their process ids."""
+
+    @abstractmethod
+    def _under_way(self) -> list[LaunchedTask]:
+        """The tasks that have not ended."""
+
+    @abstractmethod
+    def _signal(self, names: Sequence[str], number: signal.Signals) -> None:
+        """Sends tasks a signal."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Gives up what tasks had, when all have been killed; some may not have ended."""
+
+
+@final
+class TaskProcesses(Processes):
+    """The processes of all tasks on this machine.
+
+    Args:
+        launcher: Who starts them.
+        command: What each of them runs.
+    """
+
+    def __init__(self, launcher: Launcher, command: Sequence[str]) -> None:
+        super().__init__(launcher)
+        self._command = command
+        self._running: dict[int, tuple[LaunchedTask, subprocess.Popen[bytes]]] = {}
+
+    def _start_all(self, output: TaskOutput, tasks: Sequence[LaunchedTask], restart: int) -> list[int]:
+        pids = [self._start(output, task, restart) for task in tasks]
+        output.start(pids)
         return pids
 
     def start_again(self, ended: Ended, *, restart: int) -> None:
@@ -144,51 +206,20 @@ class TaskProcesses:
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 self._bury(pid)
 
-    def failed(self) -> list[Ended]:
-        """Tasks that have ended by themselves and not well, the earliest first."""
-        return sorted((each for each in self.ended if each.code and not each.asked), key=lambda each: each.at)
-
     def explain(self, ended: Ended, *, killed_for_memory: bool) -> Failure:
-        """Says why a task that has ended did so; before `stop`."""
-        log_tail = self._output.tail(ended.task.name) if self._output else ""
-        at = time.time() - (time.monotonic() - ended.at)
-        failure = explain(ended.task.name, ended.code, log_tail, at=at, killed_for_memory=killed_for_memory)
-        return dataclasses.replace(failure, shown=self._screen.shows(ended.task.name, ended.task.number))
+        return self._explained(ended, killed_for_memory=killed_for_memory)
 
-    def running(self, *jobs: str) -> list[str]:
-        """The names of tasks of these jobs that have not ended."""
-        return [task.name for task, _ in self._running.values() if task.seat.job in jobs]
+    def _under_way(self) -> list[LaunchedTask]:
+        return [task for task, _ in self._running.values()]
 
-    def stop(self, number: signal.Signals = signal.SIGTERM, grace_s: float = 10.0) -> None:
-        """Ends all tasks: asks them by a signal, waits, kills; at once if the user asks a second time.
-
-        Parameter servers come last, so that no task loses its own while it ends.
-        """
-        deadline = time.monotonic() + grace_s
-        patient_until = time.monotonic() + _PATIENT_S
-        for jobs in ([job for job in JOBS if job != PS], [PS]):
-            for pid, (task, _) in self._running.items():
-                if task.seat.job in jobs:
-                    self._asked.add(pid)
-                    # It alone: children of its own (those that load its data) must serve it until it has saved.
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.kill(pid, number)
-            while self.running(*jobs) and time.monotonic() < deadline and not self._interrupts.insisted:
-                time.sleep(_POLL_S)
-                self.poll()
-                if time.monotonic() > patient_until and self.running(*jobs):
-                    patient_until = math.inf
-                    self._say(
-                        f"waiting up to {grace_s:g} s for {', '.join(self.running(*jobs))} to end; Ctrl-C ends it"
-                    )
-        self._kill()
-        if self._output:
-            self._output.close()
-            self._output, self._last_output = None, self._output
-
-    def shown(self) -> dict[str, str]:
-        """The last that each task wrote whose output was shown; after `stop`."""
-        return self._last_output.shown() if self._last_output is not None else {}
+    def _signal(self, names: Sequence[str], number: signal.Signals) -> None:
+        for pid, (task, _) in self._running.items():
+            if task.name in names and number == signal.SIGKILL:
+                _kill_group(pid)
+            elif task.name in names:
+                # It alone: children of its own (those that load its data) must serve it until it has saved.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
 
     def _start(self, output: TaskOutput, task: LaunchedTask, restart: int) -> int:
         out, err = output.open(task.name, task.number, restart=restart)
@@ -208,17 +239,11 @@ class TaskProcesses:
         finally:
             os.close(out)
             os.close(err)
-        self._directory.watch(process.pid)
+        self._launcher.directory.watch(process.pid)
         self._running[process.pid] = task, process
         return process.pid
 
-    def _kill(self) -> None:
-        for pid in self._running:
-            _kill_group(pid)
-        deadline = time.monotonic() + _KILL_TIMEOUT_S
-        while self._running and time.monotonic() < deadline:
-            self.poll()
-            time.sleep(_POLL_S if self._running else 0.0)
+    def _leave(self) -> None:
         for pid, (task, _) in self._running.items():
             raise LaunchError(
                 f"{task.name} (pid {pid}) does not end although it was killed; the kernel holds it, "
@@ -229,9 +254,9 @@ class TaskProcesses:
         _kill_group(pid)  # children of its own that it left behind
         task, process = self._running.pop(pid)
         code = process.wait()
-        self._directory.release(pid)
+        self._launcher.directory.release(pid)
         at = self._output.ended_at(pid) if self._output else time.monotonic()
-        self.ended.append(Ended(task, code, at, asked=pid in self._asked))
+        self.ended.append(Ended(task, code, at, asked=task.name in self._asked))
 
 
 def _kill_group(pid: int) -> None:

@@ -10,25 +10,21 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from signal import SIGKILL, SIGTERM, Signals
+from signal import SIGKILL, Signals
 from typing import Any, Final, final
 
 from stratagem import _env
-from stratagem.cluster.launch.ctrl_c import CtrlC
 from stratagem.cluster.launch.environment import Offer, tasks_here
-from stratagem.cluster.launch.failures import Failure, explain
-from stratagem.cluster.launch.output import Screen, TaskOutput
-from stratagem.cluster.launch.plan import JOBS, TRAINING, LaunchPlan, Machine, Seat
-from stratagem.cluster.launch.run_directory import RunDirectory
-from stratagem.cluster.launch.task_processes import Ended, LaunchedTask
+from stratagem.cluster.launch.failures import Failure
+from stratagem.cluster.launch.output import TaskOutput
+from stratagem.cluster.launch.plan import TRAINING, LaunchPlan, Machine, Seat
+from stratagem.cluster.launch.task_processes import KILL_TIMEOUT_S, Ended, LaunchedTask, Launcher, Processes
 from stratagem.cluster.ray import ray_session
 from stratagem.cluster.ray.ray_placement import RayPlacement
 from stratagem.cluster.ray.ray_task import ENDED, OUT, RayTask, TaskPlace
-from stratagem.cluster.spec import EVALUATOR, PS
+from stratagem.cluster.spec import EVALUATOR
 from stratagem.errors import LaunchError
 
-_POLL_S: Final = 0.02
-_KILL_TIMEOUT_S: Final = 10.0
 _CALLS, _NEWS = "calls", "news"
 NOWHERE: Final = "127.0.0.1:1"  # an address where one is asked for, and nobody listens
 
@@ -50,47 +46,32 @@ class _Running:
 
 
 @final
-class RayCrew:
+class RayCrew(Processes):
     """The tasks of one launch, each in an actor.
 
     Args:
+        launcher: Who starts them.
         plan: What they are.
         placement: Where there is room for them.
-        directory: Where logs are.
-        screen: What is shown of their output.
-        interrupts: Tells whether the user has asked to stop at once.
         start_timeout_s: How long to wait for the actors.
     """
 
     def __init__(
-        self,
-        plan: LaunchPlan,
-        placement: RayPlacement,
-        *,
-        directory: RunDirectory,
-        screen: Screen,
-        interrupts: CtrlC,
-        start_timeout_s: float,
+        self, launcher: Launcher, plan: LaunchPlan, placement: RayPlacement, *, start_timeout_s: float
     ) -> None:
+        super().__init__(launcher)
         self._plan = plan
         self._placement = placement
         self._ray = placement.ray
-        self._directory = directory
-        self._screen = screen
-        self._interrupts = interrupts
         self._start_timeout_s = start_timeout_s
         self._run_id = secrets.token_hex(8)
         self._seated: dict[str, tuple[Any, TaskPlace]] = {}
         self._running: dict[str, _Running] = {}
-        self._asked: set[str] = set()
         self._lost: dict[str, str] = {}
-        self._output: TaskOutput | None = None
-        self._last_output: TaskOutput | None = None
-        self.ended: list[Ended] = []
 
     def new_tasks(self, restart: int) -> list[LaunchedTask]:
         """Takes the places of all tasks anew, and makes the tasks of them."""
-        with self._interrupts.raising():
+        with self._launcher.interrupts.raising():
             self._placement.wait()
             actor = self._ray.remote(concurrency_groups={_CALLS: 1, _NEWS: 1})(RayTask)
             numbers = range(len(self._plan.seats))
@@ -102,21 +83,18 @@ class RayCrew:
         self._seated = {task.name: (actors[place], places[place]) for task, place in tasks}
         return [dataclasses.replace(task, number=number) for number, (task, _) in enumerate(tasks)]
 
-    def start(self, tasks: Sequence[LaunchedTask], *, restart: int) -> list[int]:
-        """Starts all tasks; their process ids."""
-        self.ended, self._lost = [], {}
-        self._asked.clear()
-        self._output = TaskOutput(self._directory.logs, self._screen)
-        program, secret = self._plan.order.program, self._directory.token.read_bytes()
+    def _start_all(self, output: TaskOutput, tasks: Sequence[LaunchedTask], restart: int) -> list[int]:
+        self._lost = {}
+        program, secret = self._plan.order.program, self._launcher.directory.token.read_bytes()
         asked = []
         for task in tasks:
             actor, place = self._seated[task.name]
-            outputs = self._output.open(task.name, task.number, restart=restart)
+            outputs = output.open(task.name, task.number, restart=restart)
             needs = "" if program.is_module else program.target
             changes = _env.changed(task.environment)
             asked.append(_call(actor, "start", program.command, os.getcwd(), needs, changes, secret))
             self._running[task.name] = _Running(task, actor, place, None, outputs)
-        self._output.start([])
+        output.start([])
         pids: list[int] = self._take(asked)
         for each in self._running.values():
             each.news = _call(each.actor, "news").future()
@@ -139,58 +117,28 @@ class RayCrew:
             if name in self._running:
                 each.news = _call(each.actor, "news").future()
 
-    def failed(self) -> list[Ended]:
-        """Tasks that have ended by themselves and not well, the earliest first."""
-        return sorted((each for each in self.ended if each.code and not each.asked), key=lambda each: each.at)
-
     def explain(self, ended: Ended, *, killed_for_memory: bool) -> Failure:
-        """Says why a task that has ended did so; before `stop`."""
-        name, at = ended.task.name, time.time() - (time.monotonic() - ended.at)
-        _, place = self._seated[name]
-        failure = explain(name, ended.code, self._output.tail(name) if self._output else "", at=at)
+        """Says why a task that has ended did so; whether a machine of Ray's lacked memory, this one does not know."""
+        failure, name = self._explained(ended), ended.task.name
         if name in self._lost:
             failure = dataclasses.replace(failure, cause=f"was lost: {self._lost[name]}")
-        return dataclasses.replace(failure, host=place.host, shown=self._screen.shows(name, ended.task.number))
+        return dataclasses.replace(failure, host=self._seated[name][1].host)
 
-    def running(self, *jobs: str) -> list[str]:
-        """The names of tasks of these jobs that have not ended."""
-        return [name for name, each in self._running.items() if each.task.seat.job in jobs]
+    def _under_way(self) -> list[LaunchedTask]:
+        return [each.task for each in self._running.values()]
 
-    def stop(self, number: Signals = SIGTERM, grace_s: float = 10.0) -> None:
-        """Ends all tasks: asks them by a signal, waits, kills; at once if the user asks a second time."""
-        deadline = time.monotonic() + grace_s
-        for jobs in ([job for job in JOBS if job != PS], [PS]):
-            self._signal(jobs, number)
-            while self.running(*jobs) and time.monotonic() < deadline and not self._interrupts.insisted:
-                time.sleep(_POLL_S)
-                self.poll()
-        self._signal(JOBS, SIGKILL)
-        deadline = time.monotonic() + _KILL_TIMEOUT_S
-        while self._running and time.monotonic() < deadline:
-            self.poll()
-            time.sleep(_POLL_S)
+    def _signal(self, names: Sequence[str], number: Signals) -> None:
+        for name in names:
+            _call(self._running[name].actor, "signal", int(number))
+
+    def _leave(self) -> None:
         for name in list(self._running):
             self._lost[name] = "it does not end although it was killed"
             self._bury(name, -SIGKILL)
-        self._leave_places()
-        if self._output:
-            self._output.close()
-            self._output, self._last_output = None, self._output
-
-    def shown(self) -> dict[str, str]:
-        """The last that each task wrote whose output was shown; after `stop`."""
-        return self._last_output.shown() if self._last_output is not None else {}
-
-    def _signal(self, jobs: Sequence[str], number: Signals) -> None:
-        for name in self.running(*jobs):
-            self._asked.add(name)
-            _call(self._running[name].actor, "signal", int(number))
-
-    def _leave_places(self) -> None:
         actors = [actor for actor, _ in self._seated.values()]
         self._seated = {}
         with contextlib.suppress(self._ray.exceptions.RayError):  # of a machine that is gone
-            self._ray.get([_call(actor, "clean_up") for actor in actors], timeout=_KILL_TIMEOUT_S)
+            self._ray.get([_call(actor, "clean_up") for actor in actors], timeout=KILL_TIMEOUT_S)
         for actor in actors:
             self._ray.kill(actor)
 

@@ -6,22 +6,18 @@ other launches.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
-from typing import final
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in its __all__
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from stratagem.cluster import token
-from stratagem.cluster.launch.agent import Patience, TaskAgent
+from stratagem.cluster.launch.agent import TaskAgent
 from stratagem.cluster.launch.ctrl_c import CtrlC
 from stratagem.cluster.launch.environment import Offer
-from stratagem.cluster.launch.local_launcher import LaunchOutcome, code_when_stopped, quiet
-from stratagem.cluster.launch.output import Screen
+from stratagem.cluster.launch.launching import Launching, LaunchOutcome, outcome_of
 from stratagem.cluster.launch.plan import LaunchPlan, Machine, Order, Seat
 from stratagem.cluster.launch.rendezvous import Rendezvous
 from stratagem.cluster.launch.run_directory import RunDirectory
+from stratagem.cluster.launch.task_processes import Launcher
 from stratagem.cluster.ray import ray_session
 from stratagem.cluster.ray.ray_crew import NOWHERE, RayCrew
 from stratagem.cluster.ray.ray_placement import RayPlacement, Room, num_nodes_and_least
@@ -66,81 +62,52 @@ def make_ray_plan(order: Order) -> LaunchPlan:
     return LaunchPlan(known, tuple(seats), tuple(reasons))
 
 
-@final
-class RayLauncher:
-    """Starts tasks on the machines of Ray.
+def launch_on_ray(order: Order, asked: RayOrder, how: Launching) -> LaunchOutcome:
+    """Runs all tasks on the machines of Ray until they have ended.
 
     Args:
-        screen: What is shown of their output.
+        order: What is started.
         asked: What Ray is asked for.
-        say: Is told what the user should know while the run goes on.
-        log_dir: Where output is kept for good; by default only that of a run that fails is kept.
-        patience: How long tasks may take to end.
+        how: What the user sees and keeps of it.
+    Raises:
+        LaunchError: They could not be started.
+        ClusterError: There is no Ray, or it has no room for them.
     """
+    make_ray_plan(order)
 
-    def __init__(
-        self,
-        screen: Screen,
-        asked: RayOrder,
-        *,
-        say: Callable[[str], None],
-        log_dir: Path | None = None,
-        patience: Patience | None = None,
-    ) -> None:
-        self._screen = screen
-        self._asked = asked
-        self._say = say
-        self._log_dir = log_dir
-        self._patience = patience or Patience()
+    def launch(directory: RunDirectory, interrupts: CtrlC) -> LaunchOutcome:
+        token.create(directory.token)
+        with interrupts.raising():
+            placement, plan = _reserve(order, asked)
+        with contextlib.closing(placement):
+            return _run(plan, placement, asked, how, directory, interrupts)
 
-    def launch(self, order: Order) -> LaunchOutcome:
-        """Runs all tasks until they have ended.
+    return how.run(launch)
 
-        Raises:
-            LaunchError: They could not be started.
-            ClusterError: There is no Ray, or it has no room for them.
-        """
-        make_ray_plan(order)
-        with quiet(), CtrlC() as interrupts, RunDirectory(self._log_dir) as directory:
-            token.create(directory.token)
-            try:
-                with interrupts.raising():
-                    placement, plan = _reserve(order, self._asked)
-                with contextlib.closing(placement):
-                    outcome = self._run(plan, placement, directory, interrupts)
-            except SignalException as stopped:  # before there was anything to stop
-                outcome = LaunchOutcome(128 + stopped.sigval, stopped_by=stopped.sigval)
-            directory.succeeded = outcome.code == 0
-            return dataclasses.replace(outcome, logs=directory.kept_logs())
 
-    def _run(
-        self, plan: LaunchPlan, placement: RayPlacement, directory: RunDirectory, interrupts: CtrlC
-    ) -> LaunchOutcome:
-        crew = RayCrew(
-            plan,
-            placement,
-            directory=directory,
-            screen=self._screen,
-            interrupts=interrupts,
-            start_timeout_s=self._asked.start_timeout_s,
-        )
-        agent = TaskAgent(
-            plan,
-            crew=crew,
-            meeting=Rendezvous(HashStore(), machine=Machine(), offer=Offer("", {}, NOWHERE), interrupts=interrupts),
-            interrupts=interrupts,
-            patience=self._patience,
-            new_tasks=crew.new_tasks,
-            say=self._say,
-        )
-        try:
-            result = agent.run()
-        except SignalException as stopped:
-            code = code_when_stopped(crew, stopped.sigval)
-            return LaunchOutcome(code, tuple(agent.failures), stopped.sigval)
-        finally:
-            crew.stop(grace_s=0.0)
-        return LaunchOutcome(agent.failures[-1].code if result.is_failed() else 0, tuple(agent.failures))
+def _run(
+    plan: LaunchPlan,
+    placement: RayPlacement,
+    asked: RayOrder,
+    how: Launching,
+    directory: RunDirectory,
+    interrupts: CtrlC,
+) -> LaunchOutcome:
+    launcher = Launcher(directory, how.screen, interrupts, how.say)
+    crew = RayCrew(launcher, plan, placement, start_timeout_s=asked.start_timeout_s)
+    agent = TaskAgent(
+        plan,
+        crew=crew,
+        meeting=Rendezvous(HashStore(), machine=Machine(), offer=Offer("", {}, NOWHERE), interrupts=interrupts),
+        interrupts=interrupts,
+        patience=how.patience,
+        new_tasks=crew.new_tasks,
+        say=how.say,
+    )
+    try:
+        return outcome_of(agent, crew)
+    finally:
+        crew.stop(grace_s=0.0)
 
 
 def _reserve(order: Order, asked: RayOrder) -> tuple[RayPlacement, LaunchPlan]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, final
 
+from stratagem.placement import log
 from stratagem.processes.group import PendingCall
 from stratagem.processes.losses import Failure, error_of
 
@@ -19,6 +20,9 @@ class QueuedStep(PendingCall):
         worker: Which worker must have it; `None` for any.
         is_own: Whether it is a call of the library's own: it is not given to another worker.
         run_number: Which run of the program it is of.
+
+    Attributes:
+        logs: Who listened where it was called; they hear of it when it is done.
     """
 
     def __init__(
@@ -40,11 +44,14 @@ class QueuedStep(PendingCall):
         self.is_reported = False
         self.num_pushed = 0
         self.lost_with: list[str] = []
+        self.logs = log.listening()
         self.when_done: Callable[[QueuedStep], object] = lambda _: None
 
     def finish(self, answer: Any = None, failure: Failure | None = None, error: BaseException | None = None) -> None:
         super().finish(answer, failure)
         self.error = error
+        for each in self.logs:
+            each.take_in(getattr(answer, "placed", ()), self.done_by)
         self.args, self.kwargs, self.function = (), {}, None  # it may be kept long; what it was given need not be
         self.when_done(self)
 

@@ -20,13 +20,16 @@ from stratagem.engine import context
 from stratagem.engine.context import ReplicaContext
 from stratagem.errors import StrategyError
 from stratagem.objects import new_parts, per_replica, state_diff
-from stratagem.parameters.consistency import BoundedStaleness, Consistency, Gate
+from stratagem.parameters.consistency import Consistency
+from stratagem.parameters.local.gate import Gate
 from stratagem.parameters.local.gradient_slots import GradientSlots, Round
 from stratagem.parameters.local.journal import Saving, joined
 from stratagem.parameters.local.own_writes import OwnWrites
 from stratagem.parameters.local.push import SharedUpdate, as_gradient, is_finite_gradient, note_staleness
 from stratagem.parameters.local.shared_variables import OTHER, Held, LocalVariables, SharedMemoryOfShards
 from stratagem.parameters.local.slot_memory import StateMemory
+from stratagem.placement import home, scopes
+from stratagem.placement.records import PlacementRecord
 from stratagem.processes.allocator import give_back
 from stratagem.processes.child import this_child
 from stratagem.variables import aggregation, buffers
@@ -79,11 +82,19 @@ class StepCall(NamedTuple):
 
 
 class StepAnswer(NamedTuple):
-    """What comes back from a step: the parameter whose gradient was not finite, whether it updated, its result."""
+    """What comes back from a step.
+
+    Args:
+        skipped: The parameter whose gradient was not finite.
+        updated: Whether it has made an update.
+        result: What the function returned.
+        placed: Where its operations ran, if somebody listens.
+    """
 
     skipped: str
     updated: bool
     result: Any
+    placed: Sequence[PlacementRecord] = ()
 
 
 @final
@@ -139,10 +150,9 @@ class WorkerRuntime:
         self._in_step = False
         self._num_early_steps = 0
         self._skipped, self._updated = "", False
-        bounded = settings.consistency
         self._gate = (
-            Gate(bounded.max_staleness, worker, memory.board, memory.locks, memory.num_shards + 1)
-            if isinstance(bounded, BoundedStaleness)
+            Gate(settings.consistency, worker, memory.board, memory.locks, memory.num_shards + 1)
+            if settings.consistency.can_wait
             else None
         )
 
@@ -172,7 +182,7 @@ class WorkerRuntime:
         if name in self.updates:
             self.variables.journal.drop(self.updates[name].targets)
         self.variables.journal.targets += memory.targets
-        rate_of = getattr(self.shared_settings.consistency, "rate_of", None)
+        rate_of = self.shared_settings.consistency.rate_of
         update = SharedUpdate(optimizer, memory, self.variables, self.worker, rate_of)
         self.updates[name] = update
         push = functools.partial(self._step_of, weakref.ref(optimizer), update, slots)
@@ -219,7 +229,7 @@ class WorkerRuntime:
         try:
             given_args = per_replica.load_deferred((args, kwargs))
             args, kwargs = per_replica.brought(given_args, self._device, computes_on=self._device)
-            result = _tree.map_only(torch.Tensor, _as_it_is_now, function(*args, **kwargs))
+            result = _tree.map_only(torch.Tensor, _as_it_is_now, home.compute(function, args, kwargs, ()))
             if parts is not None:
                 new_parts.refuse_new(given, parts)
             buffers.take_in(held)
@@ -272,6 +282,7 @@ class WorkerRuntime:
         _torch.mark_stepped(optimizer)
         return step_with_hooks(optimizer, functools.partial(self._push_gradients, optimizer, update, slots), closure)
 
+    @scopes.recording()
     def _push_gradients(self, optimizer: Any, update: SharedUpdate, slots: GradientSlots | None) -> None:
         parameters = parameters_of(optimizer)
         gradients = [None if each.grad is None else as_gradient(each.grad) for each in parameters]
@@ -311,7 +322,7 @@ class WorkerRuntime:
     def _update(self, function: Callable[[], None]) -> None:
         """A push without an optimizer of torch: a function changes the newest values, with nobody else meanwhile."""
         shared = self.shared_settings
-        if self._round is not None or shared.torn_reads or getattr(shared.consistency, "rate_of", None) is not None:
+        if self._round is not None or shared.torn_reads or shared.consistency.rate_of is not None:
             raise StrategyError(
                 "backup workers, rate_of and torn_reads are for optimizers of torch; for Keras leave them out"
             )

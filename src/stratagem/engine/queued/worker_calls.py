@@ -56,8 +56,9 @@ def run(
     state_diff.apply(call.changes, this_child().registry.resolve)  # type: ignore[union-attr]
     if call.seed is not None:
         child_calls.seed_everything(seed_of(call.seed, worker.worker))
-    with state_diff.surrounded_by(state_diff.restored(call.surroundings)):
-        return worker.execute(call, function, args, kwargs)
+    with child_calls.surrounded_by(state_diff.restored(call.surroundings)) as placed:
+        answer = worker.execute(call, function, args, kwargs)
+    return answer._replace(placed=tuple(placed))
 
 
 _workers: dict[int, WorkerRuntime] = {}

@@ -30,9 +30,9 @@ from stratagem.engine.random_numbers import RandomNumbers
 from stratagem.errors import StratagemError, StrategyError
 from stratagem.objects import per_replica, state_diff
 from stratagem.objects.tracking import Tracker
-from stratagem.parameters.consistency import Synchronous
 from stratagem.parameters.local.gradient_slots import PER_RUN, Round
 from stratagem.parameters.local.shared_variables import SharedMemoryOfShards
+from stratagem.placement import scopes
 from stratagem.processes.group import GroupMember
 from stratagem.processes.losses import SLICE_S, Replace
 
@@ -100,7 +100,7 @@ class ParameterWorkers(Driver):
         if self.main is None:
             memory = SharedMemoryOfShards.create(self._num_shards)
             memory.locks.while_waiting = self.scheduler.group.kill_holder
-            slots = len(self._devices) if isinstance(self._settings.consistency, Synchronous) else 0
+            slots = len(self._devices) if self._settings.consistency.shares_steps else 0
             self.main = MainProgram(memory, self.distribution, self, num_slots=slots)
             self._started.callback(self.main.close)
             context.readers.add(self)
@@ -165,15 +165,15 @@ class ParameterWorkers(Driver):
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Gives a step to a worker with room, or one to each where they share a step; waits for room only."""
-        with self.in_turn("strategy.run()"):
+        with self.in_turn("strategy.run()"), scopes.recording():
             return self._run(function, args, kwargs)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.raise_failures()
         self.prepare()
         counts = per_replica.counts_of(args, kwargs)
-        if isinstance(shared := self._settings.consistency, Synchronous):
-            return self._run_round(function, args, kwargs, counts, num_backups=shared.backup_workers)
+        if self._settings.consistency.shares_steps:
+            return self._run_round(function, args, kwargs, counts)
         step = self.new_step(function, per_replica.select(args, 0, sent=True), per_replica.select(kwargs, 0, sent=True))
         with self.attending():
             self._wait_giving_way(lambda: self.scheduler.has_room)
@@ -195,8 +195,6 @@ class ParameterWorkers(Driver):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         counts: tuple[int, ...] | None,
-        *,
-        num_backups: int,
     ) -> Any:
         """Gives each worker its part of a step that all share, and returns when enough are done.
 
@@ -205,7 +203,6 @@ class ParameterWorkers(Driver):
             args: Its arguments, with a part for each worker.
             kwargs: Its keyword arguments, likewise.
             counts: How many examples each worker has.
-            num_backups: How many may be missing: the slowest are dropped.
         Returns:
             The results of those that were in time.
         """
@@ -213,7 +210,7 @@ class ParameterWorkers(Driver):
         with_data = {
             place: number for place, number in enumerate(sorted(group.members)) if counts is None or counts[place] > 0
         }
-        needed = max(1, len(with_data) - num_backups)
+        needed = self._settings.consistency.num_needed(len(with_data))
         first = self.num_runs * PER_RUN
 
         def has_room(number: int) -> bool:
@@ -325,7 +322,7 @@ class ParameterWorkers(Driver):
     @contextlib.contextmanager
     def attending(self) -> Iterator[None]:
         """A block that waits for workers; errors of the library in it end the strategy."""
-        with self.in_turn("a wait for workers"):
+        with self.in_turn("a wait for workers"), scopes.recording():
             self.require_usable()
             try:
                 yield

@@ -28,7 +28,7 @@ NAMES: Final = frozenset(
     var_mean view where xlogy zero zeros_like full_like _fft_c2c _fft_c2r _fft_r2c _log_softmax _prelu_kernel
     _safe_softmax _softmax _to_copy _unsafe_view
 
-    arange full ones rand randn zeros
+    arange full normal ones rand randint randn randperm zeros
 
     _adaptive_avg_pool2d _adaptive_avg_pool3d _cdist_forward _native_batch_norm_legit_functional
     _native_batch_norm_legit_no_training adaptive_max_pool2d adaptive_max_pool3d avg_pool2d avg_pool3d

@@ -21,6 +21,20 @@ _NUM_PER_WORKER = 16
 
 
 @final
+class _Common:
+    """One of the numbers that are not of a worker."""
+
+    def __init__(self, place: int) -> None:
+        self._place = place
+
+    def __get__(self, board: "Board", _: type) -> int:
+        return int(board.common[self._place])
+
+    def __set__(self, board: "Board", value: int) -> None:
+        board.common[self._place] = value
+
+
+@final
 class Board:
     """The numbers, as arrays of int64 over shared memory.
 
@@ -28,12 +42,18 @@ class Board:
         region: The memory; zeros at first.
     """
 
+    version = _Common(0)  # how many pushes have been applied
+    state_version = _Common(1)  # changes when the state of an optimizer comes to be, or is replaced
+    closed_round = _Common(2)  # the last step of synchronous training that has been applied
+    # How often the main program has changed values; no pushes, so that they make nobody's push staler.
+    num_writes = _Common(3)
+
     def __init__(self, region: Region) -> None:
         self.region = region
         sizes = (_NUM_COMMON, MAX_SHARDS, 4 * MAX_TARGETS, MAX_WORKERS * _NUM_PER_WORKER, MAX_WORKERS * NUM_BUCKETS)
         # NumPy: a single number costs it a tenth of what it costs torch, and these are read in every step.
         flat = region.shared(torch.int64, 0, sum(sizes)).numpy()
-        self._common, self.dirty, targets, workers, histogram = np.split(flat, np.cumsum(sizes)[:-1])
+        self.common, self.dirty, targets, workers, histogram = np.split(flat, np.cumsum(sizes)[:-1])
         self.targets = targets.reshape(MAX_TARGETS, 4)  # how it was saved, from where, to where; its changes, counted
         fields = workers.reshape(_NUM_PER_WORKER, MAX_WORKERS)
         self.pushing, self.committed = fields[0], fields[1]  # the push under way; the last that is done
@@ -48,42 +68,6 @@ class Board:
         """A new board, all zeros."""
         numbers = _NUM_COMMON + MAX_SHARDS + 4 * MAX_TARGETS + MAX_WORKERS * (_NUM_PER_WORKER + NUM_BUCKETS)
         return cls(Region.create(8 * numbers))
-
-    @property
-    def version(self) -> int:
-        """How many pushes have been applied."""
-        return int(self._common[0])
-
-    @version.setter
-    def version(self, value: int) -> None:
-        self._common[0] = value
-
-    @property
-    def num_writes(self) -> int:
-        """How often the main program has changed values; no pushes, so that they make nobody's push staler."""
-        return int(self._common[3])
-
-    @num_writes.setter
-    def num_writes(self, value: int) -> None:
-        self._common[3] = value
-
-    @property
-    def state_version(self) -> int:
-        """Changes when the state of an optimizer comes to be, or is replaced."""
-        return int(self._common[1])
-
-    @state_version.setter
-    def state_version(self, value: int) -> None:
-        self._common[1] = value
-
-    @property
-    def closed_round(self) -> int:
-        """The last step of synchronous training that has been applied."""
-        return int(self._common[2])
-
-    @closed_round.setter
-    def closed_round(self, value: int) -> None:
-        self._common[2] = value
 
     def __reduce__(self) -> tuple[type["Board"], tuple[Region]]:
         return Board, (self.region,)

@@ -13,6 +13,7 @@ import torch
 from stratagem.errors import StrategyError
 from stratagem.parameters.local.board import Board
 from stratagem.parameters.local.locks import Locks
+from stratagem.parameters.rounds import mean_of
 from stratagem.processes.region import Region
 
 PER_RUN = 1 << 32  # rounds of one run follow each other: more than any makes, so that none is taken for one of the next
@@ -123,22 +124,13 @@ class GradientSlots:
             time.sleep(_LOOK_S)
 
     def _mean(self, workers: Sequence[int], round_number: int) -> list[torch.Tensor | None]:
-        """The mean gradients over all examples; a parameter that only some used has none from the others."""
-        weights = {each: max(0, int(self._board.weight[each])) for each in workers}
-        total = sum(weights.values()) or 1
-        means: list[torch.Tensor | None] = []
-        for number in range(len(self._slots[0])):
-            mean: torch.Tensor | None = None
-            for worker in workers:
-                flag, slot = self._slots[worker][number]
-                if flag == round_number:
-                    mean = (
-                        slot * (weights[worker] / total)
-                        if mean is None
-                        else mean.add_(slot, alpha=weights[worker] / total)
-                    )
-            means.append(mean)
-        return means
+        """The mean gradients over all examples, by the place of the parameter."""
+        given = []
+        for worker in workers:
+            own = {place: slot for place, (flag, slot) in enumerate(self._slots[worker]) if flag == round_number}
+            given.append((own, max(0, int(self._board.weight[worker]))))
+        means = mean_of(given)
+        return [means.get(place) for place in range(len(self._slots[0]))]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GradientSlots, self._parts

@@ -92,7 +92,7 @@ _FIELDS: Final[dict[FrameKind, dict[str, Check]]] = {
         "shards": _list_of(_list_of(_row_of(_count, _count, _count))),
         "shard": _count,
         "optimizers": _list_of(_OPTIMIZER),
-        "pacing": _row_of(_maybe(_count), _maybe(_count), _list_of(_count), _seconds, _list_of(_rate)),
+        "pacing": _row_of(is_text, _list_of(_count), _list_of(_rate), _list_of(_count), _seconds),
         "has_values": is_flag,
         "is_open": is_flag,
     },

@@ -177,7 +177,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _refuse_backend(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
-    if context.state.scopes:
+    if context.current_scope() is not None:
         raise StrategyError(
             f"Keras runs on {keras.backend.backend()!r}; a strategy distributes Keras models on torch. Set "
             f"KERAS_BACKEND=torch before Keras is imported"
@@ -187,14 +187,14 @@ def _refuse_backend(original: Callable[..., Any], model: Any, *args: Any, **kwar
 
 def _note_owner(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
     original(model, *args, **kwargs)
-    if context.state.scopes:
-        _owners[model] = context.state.scopes[-1]
+    if (scope := context.current_scope()) is not None:
+        _owners[model] = scope
 
 
 def _build_in_scope(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Builds what is not built yet, so that its variables are distributed."""
     strategy = _owners.get(model)
-    if strategy is None or context.state.replicas or not _is_open(strategy):
+    if strategy is None or context.current_replica() or not _is_open(strategy):
         return original(model, *args, **kwargs)
     with strategy.scope(), metric_state.for_loop():
         return original(model, *args, **kwargs)
@@ -202,7 +202,7 @@ def _build_in_scope(original: Callable[..., Any], model: Any, *args: Any, **kwar
 
 def _make_function(kind: str, original: Callable[..., Any], model: Any, force: bool = False) -> Any:
     strategy, name = _owners.get(model), f"{kind}_function"
-    if strategy is None or context.state.replicas or (kind in _WITHOUT_TRAINING and not _is_open(strategy)):
+    if strategy is None or context.current_replica() or (kind in _WITHOUT_TRAINING and not _is_open(strategy)):
         return original(model, force=force)
     if getattr(model, name) is None or force:
         differences.refuse(model, strategy)
@@ -264,7 +264,7 @@ def _compile(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
     differences.refuse_metrics(args, kwargs)
     with metric_state.for_loop():
         original(model, *args, **kwargs)
-    if (strategy := _owners.get(model)) is not None and not context.state.replicas:
+    if (strategy := _owners.get(model)) is not None and not context.current_replica():
         differences.refuse(model, strategy)
         differences.tell(model, strategy)
 
@@ -296,7 +296,7 @@ _turns: "weakref.WeakKeyDictionary[Any, Turn]" = weakref.WeakKeyDictionary()
 
 
 def _require_made_in_scope(model: Any, what: str) -> None:
-    scope = context.state.scopes[-1] if context.state.scopes else None
+    scope = context.current_scope()
     if scope is not None and _owners.get(model) is not scope:
         raise StrategyError(
             f"model {model.name!r} was created outside strategy.scope(), so {what}() would not be distributed; "

@@ -25,22 +25,21 @@ def connect() -> None:
 
 
 @contextlib.contextmanager
-def of_global_batch(replica: ReplicaContext | None, num_examples: int = 0) -> Iterator[None]:
+def of_global_batch(replica: ReplicaContext | None) -> Iterator[None]:
     """Inside the block losses are a replica's part of those of the global batch.
 
     Args:
         replica: Which replica this is; `None` if what is looked at is the global batch already.
-        num_examples: How many of the global batch it has.
     """
-    token = part.set(None if replica is None else (replica, num_examples))
+    token = computing.set(replica)
     try:
         yield
     finally:
-        part.reset(token)
+        computing.reset(token)
 
 
-# Which replica computes on a part of a batch, and of how many examples.
-part: contextvars.ContextVar[tuple[ReplicaContext, int] | None] = contextvars.ContextVar("part", default=None)
+# Which replica computes on a part of a batch.
+computing: contextvars.ContextVar[ReplicaContext | None] = contextvars.ContextVar("computing", default=None)
 
 
 def _reduced(
@@ -53,8 +52,8 @@ def _reduced(
 ) -> Any:
     """What Keras makes of the losses of examples; a sum, or a mean over something else, is that of all replicas."""
     loss = original(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
-    own_part = part.get()
-    if own_part is None or not values.shape:  # a loss that makes one number of a batch itself
+    replica = computing.get()
+    if replica is None or not values.shape:  # a loss that makes one number of a batch itself
         return loss
     if reduction == "sum":
         divisor: Any = 1.0
@@ -64,10 +63,9 @@ def _reduced(
         divisor = losses.apply_mask(sample_weight, mask, dtype=loss.dtype, reduction="sum").sum()
     else:
         return loss
-    replica, num_examples = own_part
-    own = torch.tensor([float(divisor), num_examples], dtype=torch.float64, device=loss.device)
+    own = torch.tensor([float(divisor), replica.num_examples], dtype=torch.float64, device=loss.device)
     total = replica.all_reduce("sum", own)
-    if not num_examples:
+    if not replica.num_examples:
         return loss
     divisors = own[0] / total[0] if reduction != "sum" else 1.0
     return loss * (divisors * total[1] / own[1]).nan_to_num().to(loss.dtype)

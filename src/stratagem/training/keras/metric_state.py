@@ -18,8 +18,9 @@ from keras.src.metrics.metric import Metric
 from stratagem.engine import context
 from stratagem.errors import StrategyError
 from stratagem.strategies.strategy_in_worker import StrategyInWorker
+from stratagem.training.keras import loss_reductions
 from stratagem.training.keras.keras_objects import tensor_of
-from stratagem.training.metrics import is_number, num_rows, part_of_weight
+from stratagem.training.metrics import is_number, part_of_weight
 from stratagem.variables.aggregation import Aggregation, aggregate
 
 _HELD = "_distributed_state"  # of a metric and of its variables
@@ -35,7 +36,15 @@ _for_loop: list[None] = []  # blocks in which Keras makes metrics for its own lo
 
 @final
 class MetricState(torch.nn.Module):
-    """The variables of one metric, as a distributed object with buffers."""
+    """The variables of one metric, as a distributed object with buffers.
+
+    Args:
+        metric: What it is of, for messages.
+    """
+
+    def __init__(self, metric: str) -> None:
+        super().__init__()
+        self.metric = metric
 
     def hold(self, variable: Any) -> None:
         """Takes a variable; it stays the same object."""
@@ -69,17 +78,22 @@ def install() -> None:
 
     @functools.wraps(make)
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.__dict__[_OF_STEP] = bool(context.state.replicas)
+        self.__dict__[_OF_STEP] = context.current_replica() is not None
         make(self, *args, **kwargs)
 
     @functools.wraps(original)
     def add_variable(self: Any, *args: Any, **kwargs: Any) -> Any:
         _require_built(self)
         variable = original(self, *args, **kwargs)
-        if context.state.scopes and not context.state.replicas and not _for_loop and variable._value is not None:
+        if (
+            context.current_scope() is not None
+            and not context.current_replica()
+            and not _for_loop
+            and variable._value is not None
+        ):
             if _HELD not in self.__dict__:
                 _watch_reads()
-                self.__dict__[_HELD] = MetricState()
+                self.__dict__[_HELD] = MetricState(type(self).__name__)
             self.__dict__[_HELD].hold(variable)
         return variable
 
@@ -131,12 +145,16 @@ def _in_step_of(metric: Any) -> context.ReplicaContext | None:
 
 
 def _counting_once(original: Callable[..., Any]) -> Callable[..., Any]:
-    """One number for the rows of a replica, such as a loss: together replicas count once, each by its rows."""
+    """One number for the rows of a replica, such as a loss: together replicas count once, each by its rows.
+
+    In Keras' own loop and in steps of the program's own.
+    """
 
     @functools.wraps(original)
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        if is_number(values) and (replica := _in_step_of(self)) is not None and replica.share < 1.0:
-            sample_weight = part_of_weight(sample_weight, replica.share, num_rows())
+        replica = (loss_reductions.computing.get() or _in_step_of(self)) if is_number(values) else None
+        if replica is not None and replica.share < 1.0:
+            sample_weight = part_of_weight(sample_weight, replica)
         return original(self, values, sample_weight)
 
     return update_state

@@ -21,6 +21,7 @@ from keras.src.backend.torch.trainer import TorchTrainer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from stratagem.engine import context
+from stratagem.engine.context import ReplicaContext
 from stratagem.engine.strategy_in_replica import StrategyInReplica
 from stratagem.errors import StrategyError
 from stratagem.strategies.strategy_in_worker import StrategyInWorker
@@ -60,40 +61,41 @@ def install() -> None:
 
     @functools.wraps(original)
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        if context.current_replica() is None or "_backend_update_step" in self.__dict__:
+        replica = context.current_replica()
+        if replica is None or "_backend_update_step" in self.__dict__:
             original(self, grads, trainable_variables)
         else:
-            _apply_in_step(original, self, grads, trainable_variables)
+            _apply_in_step(replica, original, self, grads, trainable_variables)
 
     BaseOptimizer.apply = apply
 
 
-def _apply_in_step(original: Callable[..., None], optimizer: Any, grads: Any, trainable_variables: Any) -> None:
+def _apply_in_step(
+    replica: ReplicaContext, original: Callable[..., None], optimizer: Any, grads: Any, trainable_variables: Any
+) -> None:
     """What `optimizer.apply` does in a step of the program's own."""
-    run = context.current_runs[-1] if context.current_runs else None
     variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
-    if run is None:
-        _require_built(optimizer)
+    if replica.trains_alone:
+        _require_built(optimizer, replica)
         _apply(functools.partial(original, optimizer), grads, variables)
         return
     tensors = list(map(tensor_of, variables))
     for tensor, gradient in zip(tensors, grads, strict=True):
         if gradient is not None and gradient is not tensor.grad:
             tensor.grad = gradient.detach()
-    run.sum_set_gradients(tensors)
+    replica.sum_set_gradients(tensors)
     update = _updates.setdefault(optimizer, _Update(optimizer, checks_gradients=False))
     optimizer._backend_update_step = update
     try:
         _apply(functools.partial(original, optimizer), [each.grad for each in tensors], variables)
     finally:
         del optimizer._backend_update_step
-    if not isinstance(run.strategy, StrategyInReplica):
-        run.strategy.take(list(map(tensor_of, changes.kept_by(optimizer))))
+    if not isinstance(replica.strategy, StrategyInReplica):
+        replica.strategy.take(list(map(tensor_of, changes.kept_by(optimizer))))
 
 
-def _require_built(optimizer: Any) -> None:
-    replica = context.current_replica()
-    if replica is not None and isinstance(replica.strategy, StrategyInWorker) and not optimizer.built:
+def _require_built(optimizer: Any, replica: ReplicaContext) -> None:
+    if isinstance(replica.strategy, StrategyInWorker) and not optimizer.built:
         kind = type(optimizer).__name__
         raise StrategyError(
             f"workers that push by themselves share what {kind} keeps, and the step was about to make it for each; "
@@ -144,26 +146,26 @@ class _Update:
         self._parts: _Parts | None = None
 
     def __call__(self, gradients: Sequence[torch.Tensor], variables: Sequence[Any], learning_rate: Any) -> None:
-        run = context.current_runs[-1] if context.current_runs else None
-        if run is None:
+        replica = context.current_replica()
+        if replica is None:
             self._whole(gradients, variables, learning_rate)
-        elif (parts := self._parts_of(variables, run.copies)) is None:
-            if run.may_update(map(tensor_of, variables), checked=self._checks_gradients):
+        elif (parts := self._parts_of(variables, replica)) is None:
+            if replica.may_update(map(tensor_of, variables), checked=self._checks_gradients):
                 self._whole(gradients, variables, learning_rate)
         else:
-            with run.split_update(map(tensor_of, variables), checked=self._checks_gradients) as may_update:
+            with replica.split_update(map(tensor_of, variables), checked=self._checks_gradients) as may_update:
                 if may_update:
                     with parts.in_place(gradients) as (own_gradients, own_variables):
                         if own_variables:
                             self._whole(own_gradients, own_variables, learning_rate)
 
-    def _parts_of(self, variables: Sequence[Any], copies: Any) -> "_Parts | None":
+    def _parts_of(self, variables: Sequence[Any], replica: ReplicaContext) -> "_Parts | None":
         """This replica's part of the update; `None` if every replica makes the whole."""
-        if self._parts is None or not self._parts.are_of(variables, copies):
+        if self._parts is None or not self._parts.are_of(variables, replica.strategy):
             self._parts = None
             with contextlib.suppress(KeyError):  # what a step has just made is not distributed yet
-                if is_elementwise(self._optimizer()) and copies.own_part(tensor_of(variables[0])) is not None:
-                    self._parts = _Parts(self._optimizer(), variables, copies)
+                if is_elementwise(self._optimizer()) and replica.own_part(tensor_of(variables[0])) is not None:
+                    self._parts = _Parts(self._optimizer(), variables, replica)
         return self._parts
 
     def _whole(self, gradients: Sequence[torch.Tensor], variables: Sequence[Any], learning_rate: Any) -> None:
@@ -188,31 +190,30 @@ class _Parts:
     Args:
         optimizer: The optimizer.
         variables: Those that it updates.
-        copies: Where they lie.
+        replica: Whose part.
     """
 
-    def __init__(self, optimizer: Any, variables: Sequence[Any], copies: Any) -> None:
+    def __init__(self, optimizer: Any, variables: Sequence[Any], replica: ReplicaContext) -> None:
         kept = _kept_by_variable(optimizer)
-        self._copies = copies
+        self._strategy = weakref.ref(replica.strategy)  # under another one they lie elsewhere
         self._variables = list(variables)
         self._cuts: list[tuple[int, _Cut]] = []
         self._swaps: list[tuple[Any, torch.Tensor, Any, torch.Tensor, Any]] = []
         for number, variable in enumerate(variables):
             held = [variable, *kept.get(id(variable), ())]
             # Also where this replica has no part: all must find out alike whether everything is distributed.
-            places = [copies.find(tensor_of(each)) for each in held]
-            first, last = copies.own_part(tensor_of(variable))
-            cut = _Cut.of([placement for _, placement in places], first, last)
+            places = [found for each in held if (found := replica.own_part(tensor_of(each))) is not None]
+            cut = _Cut.of([each.placement for each in places], places[0].first, places[0].last)
             if cut.first < cut.last:
                 self._cuts.append((number, cut))
-                for each, (store, own) in zip(held, places, strict=True):
-                    part = cut(shaped(store.shared, own))
+                for each, place in zip(held, places, strict=True):
+                    part = cut(shaped(place.shared, place.placement))
                     self._swaps.append((each, tensor_of(each), each._shape, part, tuple(part.shape)))
 
-    def are_of(self, variables: Sequence[Any], copies: Any) -> bool:
+    def are_of(self, variables: Sequence[Any], strategy: Any) -> bool:
         """Whether they are still right, for an update of these variables."""
         return (
-            copies is self._copies
+            strategy is self._strategy()
             and len(variables) == len(self._variables)
             and all(map(operator.is_, variables, self._variables))
             and all(each._value is whole for each, whole, *_ in self._swaps)

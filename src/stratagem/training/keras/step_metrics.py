@@ -1,7 +1,7 @@
 """Metrics inside a step of a replica: they take in, and tell, what they would on one device.
 
-Keras' own metrics are sums over examples, so that what replicas add can be added up; a single number, as a loss, is
-the replica's part of the mean over all examples. What metrics of a user's own class do with a batch nobody knows (a
+Keras' own metrics are sums over examples, so that what replicas add can be added up (of single numbers `metric_state`
+makes a replica's part). What metrics of a user's own class do with a batch nobody knows (a
 largest value, for instance, is no sum): every replica updates them with the global batch.
 """
 
@@ -10,22 +10,12 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import torch
 from keras.src import backend
-from keras.src.metrics import reduction_metrics
 
 from stratagem import _tree
-from stratagem.engine.context import ReplicaContext, current_runs
+from stratagem.engine.context import ReplicaContext
 from stratagem.training.keras import loss_reductions
-from stratagem.training.metrics import is_number, part_of_weight
-
-
-@functools.cache
-def connect() -> None:
-    """Lets single numbers be those of the global batch, once for the process."""
-    original = reduction_metrics.reduce_to_samplewise_values
-    reduction_metrics.reduce_to_samplewise_values = functools.partial(_samplewise, original)
 
 
 def own_metrics(model: Any) -> list[Any]:
@@ -38,15 +28,14 @@ def _flat(model: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def of_global_batch(metrics: Sequence[Any], replica: ReplicaContext, num_examples: int) -> Iterator[None]:
+def of_global_batch(metrics: Sequence[Any], replica: ReplicaContext) -> Iterator[None]:
     """Inside the block metrics are updated with the examples of all replicas.
 
     Args:
         metrics: Those of a user's own class.
         replica: Which replica this is.
-        num_examples: How many of the global batch it has.
     """
-    updates = [functools.partial(_update, metric.update_state, replica, num_examples) for metric in metrics]
+    updates = [functools.partial(_update, metric.update_state, replica) for metric in metrics]
     with _replaced("update_state", metrics, updates):
         yield
 
@@ -90,19 +79,12 @@ def _replaced(name: str, objects: Sequence[Any], values: Sequence[Any]) -> Itera
             del each.__dict__[name]
 
 
-def _samplewise(original: Callable[..., Any], values: Any, sample_weight: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `Mean` and `Sum` take in; of a single number in a mean, the replica's part of all replicas' mean."""
-    part = loss_reductions.part.get()
-    is_mean = keras.ops.mean in (*args, *kwargs.values())
-    if part is not None and is_mean and is_number(values):
-        sample_weight = part_of_weight(sample_weight, current_runs[-1].share, part[1])
-    return original(values, sample_weight, *args, **kwargs)
+def _update(update: Callable[..., Any], replica: ReplicaContext, *args: Any, **kwargs: Any) -> Any:
+    num_examples = replica.num_examples
 
-
-def _update(update: Callable[..., Any], replica: ReplicaContext, num_examples: int, *args: Any, **kwargs: Any) -> Any:
     def of_all(value: torch.Tensor) -> torch.Tensor:
         if not value.dim():
-            return _mean(value, replica, num_examples)
+            return _mean(value, replica)
         if len(value) != max(num_examples, 1):  # a replica without examples has a stand-in
             return value
         whole: torch.Tensor = replica.all_gather(value.detach()[:num_examples])
@@ -116,9 +98,10 @@ def _update(update: Callable[..., Any], replica: ReplicaContext, num_examples: i
         return update(*args, **kwargs)
 
 
-def _mean(value: torch.Tensor, replica: ReplicaContext, num_examples: int) -> torch.Tensor:
+def _mean(value: torch.Tensor, replica: ReplicaContext) -> torch.Tensor:
     """The mean of a number, such as a loss, by the examples that it is of."""
-    own = torch.stack([value.detach().double() * num_examples, torch.tensor(num_examples).to(value).double()])
+    count = torch.tensor(replica.num_examples, dtype=torch.float64, device=value.device)
+    own = torch.stack([value.detach().double() * count, count])
     total, count = replica.all_reduce("sum", own).unbind()
     mean: torch.Tensor = (total / count).to(value.dtype)
     return mean

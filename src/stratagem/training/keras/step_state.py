@@ -13,13 +13,13 @@ import torch
 
 from stratagem import _torch
 from stratagem._caller import warn_caller
-from stratagem.engine.context import ReplicaContext, current_runs
+from stratagem.engine.context import ReplicaContext
 from stratagem.errors import StratagemWarning
 from stratagem.training.keras.changes import innermost, kept_by
 from stratagem.training.keras.keras_objects import tensor_of
 from stratagem.training.keras.metric_state import AGGREGATIONS
 from stratagem.training.keras.step_metrics import own_metrics
-from stratagem.variables.aggregation import Aggregation, default_of, joined
+from stratagem.variables.aggregation import Aggregation, default_of
 
 _SEED_STRIDE = 1_000_003
 
@@ -84,7 +84,7 @@ class StepState:
             for each in self._seeds:
                 self._own[id(each)].view(-1)[:1] -= shift
             if self._joined:
-                self._join(versions)
+                self._join(replica, versions)
 
     @contextlib.contextmanager
     def of_all(self, replica: ReplicaContext, variables: Sequence[Any]) -> Iterator[None]:
@@ -113,7 +113,7 @@ class StepState:
             for each in sums:
                 each._value = self._own[id(each)]
 
-    def sums(self, num_examples: int) -> torch.Tensor | None:
+    def sums(self, replica: ReplicaContext) -> torch.Tensor | None:
         """What this replica adds to the metrics, in one vector; nothing if it had only a stand-in for examples.
 
         After that, which of the integers it has otherwise than the first replica.
@@ -122,7 +122,7 @@ class StepState:
             return None
         differs = torch.tensor(list(self._differs.values()), dtype=torch.float64)
         total = torch.cat([*(self._own[id(each)].flatten().double() for each in self._sums), differs])
-        return total if num_examples else torch.zeros_like(total)
+        return total if replica.num_examples else torch.zeros_like(total)
 
     @torch.no_grad()
     def keep(self, sums: torch.Tensor | None) -> None:
@@ -150,18 +150,17 @@ class StepState:
         for each in self._seeds:
             self._own[id(each)].view(-1)[:1] += shift
 
-    def _join(self, versions: Sequence[int]) -> None:
+    def _join(self, replica: ReplicaContext, versions: Sequence[int]) -> None:
         """Makes this replica's values those of all; what nobody changes in the first step is left alone afterwards."""
-        run = current_runs[-1]
         if not self._is_settled:
-            self._settle(run.collective, versions)
+            self._settle(replica, versions)
         groups: dict[Any, list[Any]] = {}
         for each, how in self._joined:
             groups.setdefault((how, each.dtype), []).append(each)
         for (how, _), variables in groups.items():
             before = torch.cat([tensor_of(each).flatten() for each in variables])
             own = torch.cat([self._own[id(each)].flatten() for each in variables])
-            total = joined(run.collective, how, before, own, run.share, run.first_with_examples)
+            total = replica.joined(how, before, own)
             sizes = [tensor_of(each).numel() for each in variables]
             parts = zip(variables, torch.split(own, sizes), torch.split(total, sizes), strict=True)
             for each, mine, everyones in parts:
@@ -169,12 +168,12 @@ class StepState:
                     self._differs[id(each)] = bool((mine != everyones).any())
                 self._own[id(each)].copy_(everyones.view(tensor_of(each).shape))
 
-    def _settle(self, collective: Any, versions: Sequence[int]) -> None:
+    def _settle(self, replica: ReplicaContext, versions: Sequence[int]) -> None:
         """Finds out, with the other replicas, which variables steps change."""
         self._is_settled = True
         pairs = zip(self._joined, versions, strict=True)
         written = torch.tensor([_torch.version_of(self._own[id(each)]) != version for (each, _), version in pairs])
-        is_any = collective.all_reduce(written.double(), "max").tolist()
+        is_any = replica.all_reduce("max", written.double()).tolist()
         left = [each for (each, _), changes in zip(self._joined, is_any, strict=True) if not changes]
         self._joined = [pair for pair, changes in zip(self._joined, is_any, strict=True) if changes]
         self._same += [each for each in left if not _is_float(each)]

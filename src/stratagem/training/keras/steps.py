@@ -13,7 +13,7 @@ from keras.src.backend import Variable
 from keras.src.backend.torch.trainer import TorchTrainer
 
 from stratagem import _tree
-from stratagem.engine.context import current_replica, current_runs
+from stratagem.engine.context import current_replica
 from stratagem.training.keras import loss_reductions, metric_state, split_updates, step_metrics, synchronized_norm
 from stratagem.training.keras.changes import Members, Settings, optimizers_in
 from stratagem.training.keras.keras_objects import tensor_of
@@ -21,7 +21,6 @@ from stratagem.training.keras.step_state import StepState
 
 synchronized_norm.connect()
 loss_reductions.connect()
-step_metrics.connect()
 
 
 @final
@@ -90,11 +89,10 @@ def step(kind: str, compiled: Compiled, data: Any) -> tuple[Any, torch.Tensor | 
     with contextlib.nullcontext() if kind == "train" else torch.no_grad(), metric_state.for_loop():
         if replica is None or replica.num_replicas_in_sync == 1:
             return _as_logs(getattr(model, f"{kind}_step")(data)), None
-        num_examples = int(current_runs[-1].num_examples)
         with (
             state.own_values(replica),
-            loss_reductions.of_global_batch(replica, num_examples),
-            step_metrics.of_global_batch(state.own_metrics, replica, num_examples),
+            loss_reductions.of_global_batch(replica),
+            step_metrics.of_global_batch(state.own_metrics, replica),
             step_metrics.results(
                 model, None if _is_of_keras(model, kind) else functools.partial(state.of_all, replica)
             ),
@@ -103,8 +101,8 @@ def step(kind: str, compiled: Compiled, data: Any) -> tuple[Any, torch.Tensor | 
     if kind == "predict":
         return told, None
     if kind == "train" and split_updates.writes_to_weights(model):
-        current_runs[-1].publish_written()  # here, where all are: after the run they would have to meet again
-    return told, state.sums(num_examples)
+        replica.publish_written()  # here, where all are: after the run they would have to meet again
+    return told, state.sums(replica)
 
 
 def _as_logs(told: Any) -> Any:

@@ -206,7 +206,7 @@ class Executor:
         if self._definition is None or self._shard is None:
             pieces = wanted.plan.shards[self._number]
             values = {piece.name: each for piece, each in zip(pieces, request.tensors, strict=True)}
-            rate_of = wanted.pacing.rate_of
+            rate_of = wanted.pacing.consistency.rate_of
             self._shard = Shard(wanted.plan, self._number, wanted.optimizers, values, rate_of=rate_of)
             self._definition, self._is_open = wanted, body["is_open"]
             self._pace = self._new_pace(wanted.pacing, self._shard)
@@ -365,11 +365,10 @@ def _difference(one: _Definition, other: _Definition) -> str:
         return "variables are spread over other parameter servers"
     if [each.kind for each in one.optimizers] != [each.kind for each in other.optimizers]:
         return f"optimizers {[each.kind for each in one.optimizers]} and {[each.kind for each in other.optimizers]}"
-    if one.pacing.rates != other.pacing.rates:
-        return "rate_of gives other rates"
-    if str(one.pacing) != str(other.pacing):
-        return f"{one.pacing} there and {other.pacing} here"
-    if one.pacing.num_gradients is not None and one.pacing.members != other.pacing.members:
+    there, here = one.pacing.consistency, other.pacing.consistency
+    if there != here:
+        return f"{there} there and {here} here" if str(there) != str(here) else "rate_of gives other rates"
+    if there.shares_steps and one.pacing.members != other.pacing.members:
         return f"steps of {len(one.pacing.members)} workers there, of {len(other.pacing.members)} here"
     return ""
 

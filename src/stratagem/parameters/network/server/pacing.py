@@ -5,20 +5,50 @@ are, so that clocks and rounds are the same in each, and whoever is slowest wait
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
-import torch
-
 from stratagem._clock import Clock
-from stratagem.errors import ParameterError, StratagemError
+from stratagem.errors import ParameterError, ProtocolError, StratagemError, StrategyError
+from stratagem.parameters.consistency import KINDS, Async, Consistency, Progress, RateOf
 from stratagem.parameters.network.server.client_requests import ClientRequest, name_of
-from stratagem.parameters.protocol import Push, PushOutcome, Rows, Verdict
+from stratagem.parameters.protocol import Push, PushOutcome, Verdict
+from stratagem.parameters.rounds import mean_of
 from stratagem.parameters.shard import Shard
 
 LOOK_S: Final = 0.5
+_NUM_RATES: Final = 128  # beyond that a rule for staleness gives what it gives for the last
 _ROUNDS: Final = -1
 """The worker in whose name a shard applies what several have pushed."""
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class RateTable:
+    """A rule for the rate of a push as numbers, by its staleness: no code is sent to parameter servers.
+
+    Args:
+        rates: The factors of the learning rate; the last one holds for all beyond.
+    """
+
+    rates: tuple[float, ...]
+
+    @classmethod
+    def of(cls, rule: RateOf) -> "RateTable":
+        """What a rule gives.
+
+        Raises:
+            StrategyError: It gives something else than a number from 0 up.
+        """
+        rates = tuple(float(rule(staleness)) for staleness in range(_NUM_RATES))
+        for staleness, rate in enumerate(rates):
+            if not (math.isfinite(rate) and rate >= 0):
+                raise StrategyError(f"rate_of gives a number from 0 up, got {rate} for a staleness of {staleness}")
+        return cls(rates)
+
+    def __call__(self, staleness: int) -> float:
+        return self.rates[min(staleness, len(self.rates) - 1)]
 
 
 @final
@@ -27,38 +57,35 @@ class Pacing:
     """How far workers may be apart.
 
     Args:
-        max_ahead: How many pushes a worker may be ahead of the slowest; `None` for any.
-        num_gradients: How many pushes make one update; `None` if each makes its own.
+        consistency: What decides; its `rate_of`, if it has one, is a `RateTable`.
         members: The numbers of the workers that take part.
         stall_s: How long a worker waits for others before that is an error.
-        rates: The factors of the learning rate of a push, by its staleness; the last one holds for all beyond. None
-            for 1.
     """
 
-    max_ahead: int | None = None
-    num_gradients: int | None = None
+    consistency: Consistency = dataclasses.field(default_factory=Async)
     members: tuple[int, ...] = ()
     stall_s: float = 60.0
-    rates: tuple[float, ...] = ()
-
-    def rate_of(self, staleness: int) -> float:
-        """The factor of the learning rate of a push."""
-        return self.rates[min(staleness, len(self.rates) - 1)] if self.rates else 1.0
-
-    def __str__(self) -> str:
-        if self.num_gradients is not None:
-            return f"Synchronous(backup_workers={len(self.members) - self.num_gradients})"
-        return "Async()" if self.max_ahead is None else f"BoundedStaleness({self.max_ahead})"
 
     def to_body(self) -> list[Any]:
         """As a field of a body."""
-        return [list(each) if isinstance(each, tuple) else each for each in dataclasses.astuple(self)]
+        own = self.consistency
+        rates = own.rate_of.rates if isinstance(own.rate_of, RateTable) else ()
+        return [type(own).__name__, list(own.numbers().values()), list(rates), list(self.members), self.stall_s]
 
     @classmethod
     def from_body(cls, field: Sequence[Any]) -> "Pacing":
-        """What a field of a body stands for."""
-        max_ahead, num_gradients, members, stall_s, rates = field
-        return cls(max_ahead, num_gradients, tuple(members), stall_s, tuple(rates))
+        """What a field of a body stands for.
+
+        Raises:
+            ProtocolError: There is no such consistency.
+        """
+        name, numbers, rates, members, stall_s = field
+        given = {"rate_of": RateTable(tuple(rates))} if rates else {}
+        try:
+            consistency = KINDS[name](*numbers, **given)
+        except (KeyError, TypeError, ParameterError):
+            raise ProtocolError(f"there is no consistency {name!r} of {numbers}") from None
+        return cls(consistency, tuple(members), stall_s)
 
 
 @final
@@ -91,6 +118,7 @@ class Pace:
         answer_met: Callable[[ClientRequest, int], None],
     ) -> None:
         self._pacing = pacing
+        self._shares_steps = pacing.consistency.shares_steps
         self._shard = shard
         self._answer = answer
         self._fail = fail
@@ -103,7 +131,7 @@ class Pace:
         self._meeting: dict[int, ClientRequest] = {}
         self._moved_at = self._clock.now_s()  # when a worker last did something
         self._num_rounds = 0
-        self._life = shard.admit(_ROUNDS) if pacing.num_gradients is not None else 0
+        self._life = shard.admit(_ROUNDS) if self._shares_steps else 0
 
     @property
     def is_anybody_waiting(self) -> bool:
@@ -147,7 +175,7 @@ class Pace:
         """
         outcome = None
         self._moved_at = self._clock.now_s()
-        if self._pacing.num_gradients is None:
+        if not self._shares_steps:
             outcome = self._shard.push(push)
             if outcome.is_applied and push.worker in self._clocks:
                 self._clocks[push.worker] = request.body["clock"]
@@ -176,10 +204,11 @@ class Pace:
 
     def look(self) -> None:
         """Has answered who may go on, and who has waited too long."""
-        if self._pacing.num_gradients is None:
+        if not self._shares_steps:
             slowest = min((clock for each, clock in self._clocks.items() if each not in self._meeting), default=0)
             for worker, each in list(self._waiting.items()):
-                if each.outcome is not None and self._may_go(worker, slowest):
+                ahead = Progress(self._shard.version, num_ahead=self._clocks.get(worker, 0) - slowest)
+                if each.outcome is not None and self._pacing.consistency.may_begin(ahead):
                     del self._waiting[worker]
                     self._answer(each.request, each.outcome)
         elif self._waiting:
@@ -208,15 +237,12 @@ class Pace:
             f"come there nor pushed for {self._pacing.stall_s:g} s; call it in all tasks, or raise stall_timeout_s"
         )
 
-    def _may_go(self, worker: int, slowest: int) -> bool:
-        bound = self._pacing.max_ahead
-        return bound is None or self._clocks.get(worker, 0) - slowest <= bound
-
     # Updates of several pushes
 
     def _complete(self) -> None:
         """Makes one update of what has come, if that is enough."""
-        wanted, members = self._pacing.num_gradients or 1, len(self._pacing.members)
+        members = len(self._pacing.members)
+        wanted = self._pacing.consistency.num_needed(members)
         if len(self._lost) > members - wanted:
             names = ", ".join(map(name_of, sorted(self._lost)))
             self._fail_all(
@@ -229,8 +255,7 @@ class Pace:
             waiting = [self._waiting[worker] for worker in sorted(self._waiting)]
             self._waiting.clear()
             try:
-                weights = [each.request.body["weight"] for each in waiting]
-                outcome = self._shard.push(self._merged([each.push for each in waiting], weights))
+                outcome = self._shard.push(self._merged(waiting))
             except Exception as error:  # whatever it is, all who wait must hear of it
                 for each in waiting:
                     self._fail(each.request, error)
@@ -239,27 +264,15 @@ class Pace:
             for each in waiting:
                 self._answer(each.request, outcome)
 
-    def _merged(self, pushes: Sequence[Push], weights: Sequence[int]) -> Push:
-        """The mean over all examples, in the order of workers and not of arrival: two runs must agree."""
-        total = sum(weights) or 1
-        names = dict.fromkeys(name for push in pushes for name in push.gradients)
-        gradients = {
-            name: _sum(
-                [
-                    (push.gradients[name], weight / total)
-                    for push, weight in zip(pushes, weights, strict=True)
-                    if name in push.gradients
-                ]
-            )
-            for name in names
-        }
+    def _merged(self, waiting: Sequence[_Waiting]) -> Push:
+        """One push of all that wait, in the order of workers."""
         return dataclasses.replace(
-            pushes[0],
+            waiting[0].push,
             worker=_ROUNDS,
             incarnation=self._life,
             number=self._num_rounds + 1,
-            gradients=gradients,
-            options=next((push.options for push in pushes if push.options is not None), None),
+            gradients=mean_of([(each.push.gradients, each.request.body["weight"]) for each in waiting]),
+            options=next((each.push.options for each in waiting if each.push.options is not None), None),
         )
 
     # Waits that end badly
@@ -276,19 +289,3 @@ class Pace:
             f"waited {self._pacing.stall_s:g} s for {names}, which has not pushed; see what it does, raise "
             f"stall_timeout_s, or use Async()"
         )
-
-
-def _sum(parts: Sequence[tuple[torch.Tensor | Rows, float]]) -> torch.Tensor | Rows:
-    first = parts[0][0]
-    rows = [(value, weight) for value, weight in parts if isinstance(value, Rows)]
-    if rows and len(rows) < len(parts):
-        raise ParameterError("of one variable came a whole gradient and rows")
-    if not isinstance(first, Rows):
-        total = first * parts[0][1]
-        for value, weight in parts[1:]:
-            total.add_(value, alpha=weight)  # type: ignore[arg-type]  # none of them is rows
-        return total
-    indices, places = torch.unique(torch.cat([value.indices for value, _ in rows]), return_inverse=True)
-    summed = first.values.new_zeros((len(indices), *first.values.shape[1:]))
-    summed.index_add_(0, places, torch.cat([value.values * weight for value, weight in rows]))
-    return Rows(indices, summed)

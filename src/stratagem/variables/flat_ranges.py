@@ -1,0 +1,156 @@
+"""Neighbouring parts of small parameters that one update takes as a single flat range.
+
+Models have hundreds of small parameters, and each operation of an optimizer on one of them costs more than what it
+computes. Where neighbours have their gradients and their state side by side too, as the exchange and `slots` lay them
+out, the optimizer gets one tensor over all of them. A range is taken apart for an update in which one of its
+parameters has no gradient, or one that lies elsewhere, and as long as their counts of steps differ.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+
+from stratagem.variables.optimizer_slices import BLOCK
+from stratagem.variables.slots import Part, SlotCell, Slots
+from stratagem.variables.store import Placement, Store
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class UpdatedPart:
+    """A part of a parameter that this replica updates.
+
+    Args:
+        group: Which group of the optimizer.
+        number: Which parameter, counted over all groups.
+        tensor: The values, where they lie.
+        store: Where the parameter lies.
+        placement: Its place there.
+        first: Its first element, in the order of memory.
+        last: The one after its last.
+        place: Where its state lies; `None` if there is no memory for it yet.
+    """
+
+    group: int
+    number: int
+    tensor: torch.Tensor
+    store: Store
+    placement: Placement
+    first: int
+    last: int
+    place: Part | None
+
+    @property
+    def start(self) -> int:
+        """Where it begins in the store."""
+        return self.placement.offset + self.first
+
+    @property
+    def end(self) -> int:
+        """Where it ends there."""
+        return self.placement.offset + self.last
+
+
+@final
+class FlatRange:
+    """Parts that lie side by side; a single one if it has no such neighbours.
+
+    Args:
+        parts: The parts.
+        slots: Where their state lies.
+        sum_of: The sums of the gradients of a store, flat; `None` as long as they are not summed.
+    """
+
+    def __init__(
+        self, parts: Sequence[UpdatedPart], slots: Slots, sum_of: Callable[[Store], torch.Tensor | None]
+    ) -> None:
+        self.parts = parts
+        self._store, self._start, self._end = parts[0].store, parts[0].start, parts[-1].end
+        self.tensor = self._store.shared[self._start : self._end]
+        self.state: dict[str, torch.Tensor] = {}
+        self._counts: list[torch.Tensor] = []  # what every parameter has for itself, such as its number of steps
+        self._sum_of = sum_of
+        self._expected: list[tuple[int, int, tuple[int, ...]]] = []  # where gradients are expected, and their strides
+        self._differs = False
+        if len(parts) > 1:
+            self._join_state(slots)
+
+    def _join_state(self, slots: Slots) -> None:
+        place = self.parts[0].place
+        for cell in place.cells if place is not None else ():
+            region = slots.regions[cell.region]
+            if cell.shape:
+                self.state[cell.key] = region.shared(cell.dtype, cell.offset, self._end - self._start)
+            else:
+                counts = region.shared(cell.dtype, cell.offset, len(self.parts))
+                self.state[cell.key] = counts[0]
+                self._counts.append(counts)
+
+    def takes(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether the next update can take all of it at once.
+
+        Args:
+            parameters: Those of the optimizer.
+        """
+        if len(self.parts) == 1 or not self._finds_gradients():
+            return False
+        for number, address, stride in self._expected:
+            gradient = parameters[number].grad
+            if gradient is None:
+                self._differs = bool(self._counts)
+                return False
+            if gradient.layout is not torch.strided or gradient.data_ptr() != address or gradient.stride() != stride:
+                return False
+        self._differs = self._differs and any(bool((each != each[0]).any()) for each in self._counts)
+        return not self._differs
+
+    def _finds_gradients(self) -> bool:
+        if not self._expected and (flat := self._sum_of(self._store)) is not None:
+            self.tensor.grad = flat[self._start : self._end]
+            start, itemsize = flat.data_ptr(), flat.dtype.itemsize
+            self._expected = [
+                (each.number, start + each.placement.offset * itemsize, each.placement.stride) for each in self.parts
+            ]
+        return bool(self._expected)
+
+    def note_update(self) -> None:
+        """After an update of all: every parameter has the counts of the first."""
+        for counts in self._counts:
+            counts[1:] = counts[0]
+
+
+def joined(
+    parts: Sequence[UpdatedPart], slots: Slots, sum_of: Callable[[Store], torch.Tensor | None]
+) -> list[FlatRange]:
+    """Parts in ranges that are as long as may be, and stay in the cache."""
+    ranges: list[list[UpdatedPart]] = []
+    for part in parts:
+        if ranges and part.end - ranges[-1][0].start <= BLOCK and _is_next(ranges[-1][-1], part, slots):
+            ranges[-1].append(part)
+        else:
+            ranges.append([part])
+    return [FlatRange(each, slots, sum_of) for each in ranges]
+
+
+def _is_next(one: UpdatedPart, other: UpdatedPart, slots: Slots) -> bool:
+    """Whether a part and its state lie right behind another and its."""
+    if one.store is not other.store or one.group != other.group or not one.store.is_gap(one.end, other.start):
+        return False
+    if one.place is None or other.place is None or len(one.place.cells) != len(other.place.cells):
+        return False
+    if one.place.cells and not (slots.cell(one.place.flag) and slots.cell(other.place.flag)):
+        return False
+    cells = zip(one.place.cells, other.place.cells, strict=True)
+    return all(_is_next_cell(*each, other.start - one.start, slots) for each in cells)
+
+
+def _is_next_cell(one: SlotCell, other: SlotCell, distance: int, slots: Slots) -> bool:
+    if (one.key, one.region, one.dtype) != (other.key, other.region, other.dtype) or one.is_number:
+        return False
+    if one.shape and other.shape:
+        return other.offset - one.offset == distance * one.dtype.itemsize
+    if one.shape or other.shape or other.offset - one.offset != one.dtype.itemsize:
+        return False
+    return bool(slots.cell(one) == slots.cell(other))
