@@ -22,7 +22,12 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "__init__.py", "make_site.py", "draw_pictures.py")
 FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
-INCLUDED = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+INCLUDED = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "examples/README.md": "examples.md",
+    "examples/data/README.md": "example_data.md",
+}
 FOLDERS = ("src", "tests", "examples", "benchmarks")
 
 
@@ -51,7 +56,7 @@ def gather(tree: Path) -> Path:
     for name in FILES:
         shutil.copy(ROOT / name, tree / name)
     for name, page in INCLUDED.items():
-        (pages / page).write_text((ROOT / name).read_text().replace("](docs/", "]("))
+        (pages / page).write_text(with_links_from_docs(ROOT / name))
     for name in FOLDERS:
         (tree / name).symlink_to(ROOT / name)
     (pages / "notebooks").mkdir()
@@ -60,6 +65,21 @@ def gather(tree: Path) -> Path:
         content["metadata"]["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}  # for lines with !
         (pages / "notebooks" / notebook.name).write_text(json.dumps(content))
     return pages
+
+
+def with_links_from_docs(file: Path) -> str:
+    """The text of a file elsewhere, with links as a page of `docs/` has them."""
+
+    def moved(link: re.Match[str]) -> str:
+        path = (file.parent / link[1]).relative_to(ROOT)
+        if str(path) in INCLUDED:
+            return f"]({INCLUDED[str(path)]}"
+        if path.parts[:2] == ("examples", "notebooks"):
+            inside = Path("notebooks", *path.parts[2:])
+            return f"]({inside}" if inside.suffix else "](notebooks.md"
+        return f"]({path.relative_to('docs')}" if path.parts[0] == "docs" else f"](../{path}"
+
+    return re.sub(r"\]\(([^)#:]+)(?=[)#])", moved, file.read_text())
 
 
 def dead_links(site: Path) -> list[str]:

@@ -263,6 +263,13 @@ def test_site_has_no_dead_links_unseen(tmp_path: Path) -> None:
     assert make_site.dead_links(tmp_path) == ["sub/page.html: ../index.html#gone", "sub/page.html: none.png"]
 
 
+def test_site_leads_links_of_other_files_to_its_pages() -> None:
+    page = make_site.with_links_from_docs(ROOT / "examples" / "README.md")
+    assert "](notebooks/gpu_1.ipynb)" in page
+    assert "](../examples/demo.py)" in page
+    assert "](architecture.md" in make_site.with_links_from_docs(ROOT / "README.md")
+
+
 def test_site_gathers_notebooks_without_touching_the_source(tmp_path: Path) -> None:
     pages = make_site.gather(tmp_path / "tree")
     assert (pages / "index.md").read_text() == (ROOT / "docs/index.md").read_text()
