@@ -608,6 +608,17 @@ class Replica:
         """Makes parameters that the program changed in place, the same in every replica, everyone's."""
         self.copies.publish_written()
 
+    @property
+    def writes_once(self) -> bool:
+        """Whether variables lie once: what replica 0 writes to them, all have when it is published."""
+        return self.recipe.exchange is Exchange.SHARED_MEMORY
+
+    def note_agreed(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Takes what all replicas have just written to parameters, each the same, as what they agree on."""
+        if not self.recipe.sync.sums_gradients:
+            chosen = {id(each) for each in parameters}
+            self.sync.take_written([name for name, each in self.copies.ledger.parameters() if id(each) in chosen])
+
     def share_from_first(self, parameters: Sequence[torch.Tensor]) -> None:
         """Gives all replicas what replica 0 alone has written to parameters; every one must come here."""
         self.copies.share_from_first(parameters)

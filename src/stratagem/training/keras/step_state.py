@@ -6,7 +6,7 @@ statistics by their mean; counters are the same in all. The main program, which 
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -125,20 +125,41 @@ class StepState:
         return total if num_examples else torch.zeros_like(total)
 
     @torch.no_grad()
-    def keep(self, sums: torch.Tensor | None) -> None:
+    def keep(self, sums: torch.Tensor | None, is_written: Callable[[Any], bool] = lambda _: True) -> None:
         """In the main program, after a run: gives the variables what came out.
 
         Args:
             sums: What all replicas add to the metrics.
+            is_written: Tells which of them.
         """
         if sums is not None:
             totals = [tensor_of(each) for each in self._sums]
             *parts, differ = torch.split(sums, [*(each.numel() for each in totals), len(self._differs)])
-            for total, part in zip(totals, parts, strict=True):
-                total.add_(part.view(total.shape).to(total))
+            for each, total, part in zip(self._sums, totals, parts, strict=True):
+                if is_written(each):
+                    total.add_(part.view(total.shape).to(total))
             self._say({key for key, number in zip(self._differs, differ.tolist(), strict=True) if number})
         others = [*(each for each, _ in self._joined), *self._seeds, *self._same]
-        _copy([self._own[id(each)] for each in others], [tensor_of(each) for each in others])
+        chosen = [each for each in others if is_written(each)]
+        _copy([self._own[id(each)] for each in chosen], [tensor_of(each) for each in chosen])
+
+    def keep_in_replicas(self, sums: torch.Tensor | None) -> None:
+        """In a step: the same, in all replicas; every one must come here.
+
+        Args:
+            sums: What this replica adds to the metrics.
+        """
+        run = current_runs[-1]
+
+        def is_written(variable: Any) -> bool:
+            if isinstance(tensor_of(variable), torch.nn.Parameter):
+                return run.rank == 0 or not run.writes_once
+            # A buffer: at the end of the step the changes of all are added up, or their mean is taken.
+            return variable.aggregation != "sum" or run.global_rank == run.first_with_examples
+
+        self.keep(None if sums is None else torch.stack(run.collective.all_gather(sums)).sum(dim=0), is_written)
+        run.publish_written()
+        run.note_agreed([tensor_of(each) for each in self._all()])
 
     def _all(self) -> list[Any]:
         return [*self._sums, *(each for each, _ in self._joined), *self._seeds, *self._same]
@@ -184,6 +205,8 @@ class StepState:
 
     def _say(self, differing: set[int]) -> None:
         """Tells once of integers that replicas have changed differently."""
+        if current_runs and current_runs[-1].rank:
+            return  # replica 0 tells
         for each, _ in self._joined:
             if id(each) in differing - self._said:
                 self._said.add(id(each))
