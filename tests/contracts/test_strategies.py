@@ -163,6 +163,30 @@ def test_arguments_without_an_iterator_are_the_same_in_all_steps(strategy: sg.St
     assert [set(strategy.local_results(each)) for each in results] == [{11}, {12}, {13}]
 
 
+def test_programs_that_train_together_may_divide_their_steps_into_calls_differently(strategy: sg.Strategy) -> None:
+    with strategy.scope():
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = plain_step(model, optimizer)
+    batches = iter(strategy.distribute(make_batches([7, 8, 1, 3, 8, 6])))
+    calls = [2, 1, 3] if strategy.is_chief else [6]
+    losses = [each for number in calls for each in strategy.run(step, args=batches, num_steps=number)]
+    plain = make_net()
+    plain_loss = plain_step(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    expected = [plain_loss(*batch).item() for batch in make_batches([7, 8, 1, 3, 8, 6])]
+    assert [strategy.reduce("mean", each).item() for each in losses] == pytest.approx(expected, abs=2e-6)
+
+
+def test_several_steps_on_data_of_ones_own_end_when_all_have_ended(strategy: sg.Strategy) -> None:
+    number = 3 if strategy.is_chief else 5
+    batches = iter(strategy.distribute([torch.full((4,), each) for each in range(number)], auto_shard="off"))
+    is_several = strategy.input_pipeline[0] > 1
+    results = [strategy.run(lambda x: x.sum(), args=(batches,), num_steps=4) for _ in range(3)]
+    assert list(map(len, results)) == ([4, 1, 0] if is_several else [3, 0, 0])
+    sums = [int(strategy.reduce("sum", each)) for call in results for each in call]
+    assert sums == ([0, 8, 16, 12, 16] if is_several else [0, 4, 8])
+
+
 def test_failing_step_of_several_leaves_the_state_of_the_one_before(
     request: pytest.FixtureRequest, strategy: sg.Strategy
 ) -> None:

@@ -190,6 +190,44 @@ def test_mean_of_a_step_counts_by_the_rows_of_that_step(strategy: sg.MirroredStr
     assert [strategy.reduce("mean", each).item() for each in results] == pytest.approx([1 / 3, 0.0, 0.5])
 
 
+def test_gradients_are_added_up_over_the_steps_of_a_call(strategy: sg.MirroredStrategy) -> None:
+    with strategy.scope():
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def add(x: torch.Tensor) -> None:
+        (-weight * x.double().mean()).sum().backward()
+
+    with strategy.no_sync():
+        strategy.run(add, args=(batches_of(strategy, 2, 4),), num_steps=2)
+    strategy.run(add, args=(next(batches_of(strategy, 6)),))
+    strategy.run(lambda: optimizer.step())  # noqa: PLW0108  # a function of the test
+    assert weight.item() == pytest.approx(0.5 + 1.5 + 2.5)
+
+
+def test_what_the_main_program_changes_is_seen_by_the_next_call(strategy: sg.MirroredStrategy) -> None:
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+    stats = {"factor": 1.0}
+
+    def step() -> float:
+        stats["steps"] = stats.get("steps", 0) + 1
+        return stats["factor"] * model.weight.item() + model.training + stats["steps"]
+
+    nn.init.ones_(model.weight)
+    first = strategy.run(step, num_steps=2)
+    nn.init.zeros_(model.weight)
+    model.eval()
+    stats["factor"] = 10.0
+    second = strategy.run(step, num_steps=2)
+    assert [strategy.local_results(each) for each in (*first, *second)] == [
+        (3.0,) * 2,
+        (4.0,) * 2,
+        (3.0,) * 2,
+        (4.0,) * 2,
+    ]
+
+
 # Failures
 
 
