@@ -36,7 +36,7 @@ def adapt(objects: Iterable[Any]) -> None:
         StrategyError: A state cannot be joined.
     """
     for metric in objects:
-        if isinstance(metric, torch.nn.Module) and "_enable_compute_groups" in metric.__dict__:
+        if "_enable_compute_groups" in getattr(metric, "__dict__", {}):
             # A collection lets metrics share a state that is equal on its own rows: each replica would choose others.
             metric._enable_compute_groups, metric._groups_checked = False, False
             metric._groups = {}
