@@ -157,9 +157,7 @@ class LocalReplicas(Driver):
         with Interrupts() as interrupts:
             with self.with_workers():
                 self._send(call, function, arguments.first(len(call.steps)))
-            # A child that fails before it has begun to run cannot end the waits of the others itself.
-            self._group.on_failure = lambda *_: self._abort(own)
-            try:
+            with self._ended_by_children(own):
                 error, done = self._run_here(own, interrupts, call, function, arguments)
                 if error is None:
                     # While the others finish: the state is the same in all, and after a failure it is forgotten.
@@ -168,8 +166,6 @@ class LocalReplicas(Driver):
                     own.copies.note_state()
                     self._random_numbers.note_run()
                 answers = self._collect(interrupts)
-            finally:
-                self._group.on_failure = _nothing
             failures = self._group.failures(besides=PeerAborted)
             if error is not None or failures or own.signals.aborted:
                 self._forget_results(answers)
@@ -372,7 +368,7 @@ class LocalReplicas(Driver):
     def _connect(self, own: Replica) -> None:
         """Connects the replicas, where they do not share all memory and are not connected yet."""
         if own.copies.link is not None and not own.copies.link.connected:
-            with self._or_end():
+            with self._or_end(), self._ended_by_children(own):
                 lasting = self._started if own.device.type != "cpu" else None  # NCCL needs the file while it lives
                 connect(self._group, self.key, own.copies.link, lasting)
 
@@ -416,6 +412,18 @@ class LocalReplicas(Driver):
         """Says so where a call ended in the middle of an update; else all have the state of the last whole step."""
         if own.is_between_steps:
             error.add_note(losses.TORN)
+
+    @contextlib.contextmanager
+    def _ended_by_children(self, own: Replica) -> Iterator[None]:
+        """A block in which the failure of a child ends the waits of all.
+
+        The child cannot do it itself before it has begun to run, or where it shares no memory with the others.
+        """
+        self._group.on_failure = lambda *_: self._abort(own)
+        try:
+            yield
+        finally:
+            self._group.on_failure = _nothing
 
     def _abort(self, own: Replica) -> None:
         """Ends the waits of all replicas in a run that has failed."""
