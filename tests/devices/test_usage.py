@@ -14,9 +14,7 @@ from stratagem.devices.serving import limited_accelerator
 from tests.fakes import GIB, FakeTorchCuda
 
 
-def test_process_shows_its_devices_and_a_fork_does_not(
-    inventory: Inventory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_shows_its_devices_and_a_fork_does_not(inventory: Inventory, monkeypatch: pytest.MonkeyPatch) -> None:
     free = os.dup(0)  # a lower number than that of what is shown: it serves the listing of descriptors, and is closed
     monkeypatch.setattr(usage, "_this", usage._Told())
     with usage.shown("/device:GPU:5", 64, 0):
