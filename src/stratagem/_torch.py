@@ -102,7 +102,9 @@ class DataReads:
     def has_written(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is not what it was when its `.data` was first taken."""
         _, before = self._by_id.get(id(parameter), (None, None))
-        return before is not None and not torch.equal(before, parameter.detach())
+        if before is None:
+            return False
+        return before.device != parameter.device or not torch.equal(before, parameter.detach())
 
     def _note(self, parameter: torch.Tensor) -> None:
         key = id(parameter)

@@ -41,15 +41,18 @@ class _Alone(Strategy):
         self.require_usable()
         context.require_controller("strategy.run()")
         self.require_call(fn, args, kwargs)
-        arguments, keywords = per_replica.load_deferred(
+        given = per_replica.load_deferred(
             (per_replica.select(tuple(args), 0), per_replica.select(dict(kwargs or {}), 0))
         )
         context.state.replicas.append(ReplicaContext(0, OneReplica(), self))
         try:
             with self._at_home(), scopes.recording():
-                return compute(fn, arguments, keywords, ())
+                return self._compute(fn, *given)
         finally:
             context.state.replicas.pop()
+
+    def _compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return compute(function, args, kwargs, ())
 
     def _at_home(self) -> contextlib.AbstractContextManager[None]:
         """A block of the replica, whose tensors are on the device."""
@@ -103,6 +106,13 @@ class OneDeviceStrategy(_Alone):
     @property
     def devices(self) -> tuple[LogicalDevice, ...]:
         return (self._device,)
+
+    def _compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As in any replica: what a step takes comes to its device, what it gives to the program."""
+        device = self._device.torch_device
+        args, kwargs = per_replica.brought((args, kwargs), device, computes_on=device)
+        result = compute(function, args, kwargs, ())
+        return per_replica.brought(result, torch.device("cpu"), computes_on=device)
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Self]:

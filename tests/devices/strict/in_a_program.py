@@ -1,7 +1,8 @@
 """Runs cases on strict devices, many in one process: torch has one private slot, and nobody gives it back.
 
 A case is a function whose name begins with `case_`, in a module that a test names. All cases of the module run in one
-program, forked from the nursery; each is a test of its own, which fails with the traceback that the case had.
+program between its `prepare` and `finish`, forked from the nursery; each is a test of its own, which fails with the
+traceback that the case had.
 """
 
 import importlib
@@ -37,6 +38,7 @@ def _main(name: str) -> None:
             outcomes[case] = None
         except BaseException:
             outcomes[case] = traceback.format_exc()
+    module.finish()
     print(json.dumps(outcomes), flush=True)
 
 

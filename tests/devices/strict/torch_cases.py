@@ -28,6 +28,10 @@ def prepare() -> None:
     torch.set_num_threads(1)
 
 
+def finish() -> None:
+    """Nothing is open."""
+
+
 # Where tensors are
 
 
@@ -182,6 +186,27 @@ def case_write_that_backward_needs_is_refused() -> None:
     held.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (result + squared).sum().backward()
+
+
+def case_writes_are_counted_as_on_the_cpu() -> None:
+    counts = []
+    for device in ("cpu", GPU):
+        weight, other = torch.ones(2, device=device), torch.ones(2, device=device)
+        for write in (
+            lambda weight, other: weight.add_(other),
+            lambda weight, other: weight.copy_(other),
+            lambda weight, other: weight.zero_(),
+            lambda weight, other: weight[:1].fill_(3),
+            lambda weight, other: torch.add(other, 1, out=weight),
+            lambda weight, other: nn.init.normal_(weight),
+            lambda weight, other: torch._foreach_add_([weight], [other], alpha=2.0),
+            lambda weight, other: torch._foreach_copy_([weight], [other]),
+            lambda weight, other: weight.data.add_(1),
+        ):
+            before = weight._version
+            write(weight, other)
+            counts.append(weight._version - before)
+    assert counts[: len(counts) // 2] == counts[len(counts) // 2 :]
 
 
 def case_data_can_be_replaced() -> None:

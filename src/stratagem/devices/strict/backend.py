@@ -27,6 +27,18 @@ def install(num_devices: int, total_bytes: int) -> ModuleType:
     Raises:
         DeviceConfigurationError: Another backend has torch's private slot.
     """
+    _require_registered()
+    device_memory.set_rooms(num_devices, total_bytes)
+    return gpu_module.module()
+
+
+def strict_device(index: int) -> torch.device:
+    """Names a strict device, also in a process that has not been told yet how many there are."""
+    _require_registered()
+    return torch.device(TORCH_TYPE, index)
+
+
+def _require_registered() -> None:
     if not _libraries:
         holder = _torch.private_slot_holder()
         if holder is not None:
@@ -35,8 +47,6 @@ def install(num_devices: int, total_bytes: int) -> ModuleType:
                 f"the devices of {holder!r}, or simulate_devices without strict"
             )
         _register()
-    device_memory.set_rooms(num_devices, total_bytes)
-    return gpu_module.module()
 
 
 def _register() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
+from torch.autograd.graph import increment_version
 
 from stratagem import _torch
 from stratagem.devices.strict import counts, device_memory, streams
@@ -68,6 +69,9 @@ def run(operation: Any, *args: Any, **kwargs: Any) -> Any:
         for key in plan.outs:
             _put_out(given.get(key), inside.get(key))
         _require_same_sizes(operation, plan, given, inside)
+        for key in plan.written:
+            if isinstance(given.get(key), list | tuple):  # torch counts writes to single tensors only
+                increment_version(tuple(_tensors_in(given[key])))
         return _outside(operation, plan, given, result, index)
 
 
@@ -87,11 +91,8 @@ def _on_cpu(operation: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
 @functools.cache
 def _plan_of(operation: Any) -> _Plan:
     schema = _torch.schema_of(operation)
-    aliases = {
-        next(iter(each.alias_info.before_set)): each.name
-        for each in schema.arguments
-        if each.alias_info is not None and each.alias_info.is_write and each.alias_info.before_set
-    }
+    writes = [each for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    aliases = {next(iter(each.alias_info.before_set)): each.name for each in writes if each.alias_info.before_set}
     returned = [
         aliases.get(next(iter(each.alias_info.before_set), "")) if each.alias_info is not None else None
         for each in schema.returns
@@ -101,7 +102,7 @@ def _plan_of(operation: Any) -> _Plan:
     return _Plan(
         names=tuple(each.name for each in schema.arguments),
         outs=frozenset(each.name for each in schema.arguments if each.is_out),
-        written=frozenset(aliases.values()) - {each.name for each in schema.arguments if each.is_out},
+        written=frozenset(each.name for each in writes if not each.is_out),
         returned=tuple(returned),
         has_device=any(each.name == "device" for each in schema.arguments),
         draws=torch.Tag.nondeterministic_seeded in operation.tags,
