@@ -146,3 +146,26 @@ def case_torch_distributed_has_a_backend_for_them() -> None:
         assert gathered[0].tolist() == [2, 2, 2]
     finally:
         torch.distributed.destroy_process_group()
+
+
+def case_autocast_of_the_program_reaches_all_replicas() -> None:
+    for strategy in STRATEGIES:
+        with strategy.scope():
+            model = nn.Linear(2, 2)
+        with torch.autocast("gpu", dtype=torch.bfloat16):
+            results = strategy.run(lambda x, model=model: str(model(x).dtype), args=(torch.ones(4, 2),))
+        assert set(strategy.local_results(results)) == {"torch.bfloat16"}
+
+
+def case_scopes_place_and_copy() -> None:
+    host = torch.ones(2)
+    with sg.device("/gpu:1"):
+        made = torch.zeros(2)
+        total = made + host
+    assert (str(made.device), str(total.device)) == ("gpu:1", "gpu:1")
+    with sg.device("/cpu:0"):
+        assert (total + 1).device.type == "cpu"
+    model = sg.place(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), {"0": "/gpu:0", "1": "/gpu:1"})
+    assert [str(each.device) for each in model.parameters()] == ["gpu:0", "gpu:0", "gpu:1", "gpu:1"]
+    model(torch.ones(4, 2)).sum().backward()
+    assert [str(each.grad.device) for each in model.parameters()] == ["gpu:0", "gpu:0", "gpu:1", "gpu:1"]

@@ -38,6 +38,11 @@ def strict_device(index: int) -> torch.device:
     return torch.device(TORCH_TYPE, index)
 
 
+def is_registered() -> bool:
+    """Whether torch knows such devices in this process."""
+    return bool(_libraries)
+
+
 def _require_registered() -> None:
     if not _libraries:
         holder = _torch.private_slot_holder()
