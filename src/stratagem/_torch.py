@@ -604,6 +604,7 @@ class EngineOfPrivateSlot:
 
         def run() -> None:
             arrive()
+            _set_aside.take()  # what is left of an error that somebody has dealt with
             was_inside, self._here.is_inside = self._here.is_inside, True
             try:
                 with torch.autograd.set_multithreading_enabled(False):
