@@ -81,7 +81,9 @@ class LocalReplicas(Driver):
             children=elsewhere.children if elsewhere is not None else None,
         )
         self._captured = Captured(self.distribution.registry)
-        self._random_numbers = RandomNumbers(recipe.first, apart=recipe.num_machines > 1)
+        self._random_numbers = RandomNumbers(
+            recipe.first, apart=recipe.num_machines > 1, on_device=devices[0].torch_device.type != "cpu"
+        )
         self._stragglers = Stragglers()
         self._num_steps = 0
         self._num_alone = 0  # steps since replicas last agreed

@@ -48,10 +48,13 @@ class _Alone(Strategy):
             context.state.replicas.append(ReplicaContext(0, OneReplica(), self))
             try:
                 with self._at_home(), scopes.recording():
-                    results.append(compute(fn, args, kwargs, ()))
+                    results.append(self._compute(fn, args, kwargs))
             finally:
                 context.state.replicas.pop()
         return results
+
+    def _compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return compute(function, args, kwargs, ())
 
     def _at_home(self) -> contextlib.AbstractContextManager[None]:
         """A block of the replica, whose tensors are on the device."""
@@ -106,6 +109,13 @@ class OneDeviceStrategy(_Alone):
     @property
     def devices(self) -> tuple[LogicalDevice, ...]:
         return (self._device,)
+
+    def _compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As in any replica: what a step takes comes to its device, what it gives to the program."""
+        device = self._device.torch_device
+        args, kwargs = per_replica.brought((args, kwargs), device, computes_on=device)
+        result = compute(function, args, kwargs, ())
+        return per_replica.brought(result, torch.device("cpu"), computes_on=device)
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Self]:
