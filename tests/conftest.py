@@ -15,7 +15,7 @@ from stratagem.devices.inventory import Inventory
 from stratagem.processes import launcher
 from tests.cluster import nursery
 from tests.guards import adopt_orphans, nothing_left_behind
-from tests.soak import Soak, pytest_addoption
+from tests.selection import Selection, pytest_addoption
 from tests.timing import Timing
 
 __all__ = ["nothing_left_behind", "pytest_addoption"]
@@ -26,7 +26,7 @@ os.environ["KERAS_BACKEND"] = "torch"  # before Keras is imported anywhere
 def pytest_configure(config: pytest.Config) -> None:
     adopt_orphans()
     config.pluginmanager.register(Timing())
-    config.pluginmanager.register(Soak(config))
+    config.pluginmanager.register(Selection(config))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell: tests press Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

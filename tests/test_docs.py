@@ -17,7 +17,13 @@ from tests.cluster import nursery
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+    ROOT / "examples/README.md",
+]
 RELIABILITY = (ROOT / "docs/reliability.md").read_text()
 MODULES = sorted(module.name for module in pkgutil.walk_packages(stratagem.__path__, "stratagem."))
 MODULES.remove("stratagem.__main__")
@@ -66,6 +72,13 @@ def test_paths_in_documents_exist(document: Path) -> None:
     links = [document.parent / link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
     paths = [ROOT / path for path in re.findall(r"`((?:src|tests|docs|examples|benchmarks)/[\w./-]*)`", text)]
     assert not [path for path in links + paths if not path.exists()]
+
+
+def test_readme_of_the_examples_lists_every_one() -> None:
+    examples = ROOT / "examples"
+    files = {file for kind in ("py", "ipynb") for file in examples.glob(f"**/*.{kind}")}
+    listed = {examples / link for link in re.findall(r"\]\(([^)#:]+)\)", (examples / "README.md").read_text())}
+    assert files <= listed
 
 
 def test_architecture_lists_every_file_of_the_source() -> None:

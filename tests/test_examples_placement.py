@@ -48,11 +48,21 @@ def test_model_parallel_learns_on_two_devices(tmp_path: Path) -> None:
 
 
 def test_towers_learn_as_one_tower_does() -> None:
-    text = run_example("towers.py", "--towers", "3")
+    text = run_example("towers.py", "--towers", "3", "--epochs", "2")
     (first, last), alone = (tuple(map(float, pair)) for pair in re.findall(r"loss (\S+) -> (\S+)", text))
     assert (first, last) == pytest.approx(alone, abs=5e-3)
-    assert last < first / 4
-    assert "/device:GPU:2: Grad, Linear, SoftmaxCrossEntropy, Tanh" in text
+    assert last < first / 3
+    assert float(re.findall(r"test accuracy (\S+)%", text)[0]) > 85
+    assert "/device:GPU:2: Grad, Linear, Relu, SoftmaxCrossEntropy" in text
+    assert "parameters: /device:CPU:0" in text
+
+
+def test_cifar10_is_learnt_by_towers_and_by_the_averages_of_their_parameters() -> None:
+    text = run_example("cifar10_multi_gpu.py", "--towers", "2", "--steps", "60")
+    losses = [float(loss) for loss in re.findall(r"step +\d+: loss (\S+),", text)]
+    assert losses[-1] < losses[0] / 4
+    own, averages = (float(accuracy) for accuracy in re.findall(r"test accuracy.* (\S+)%", text))
+    assert min(own, averages) > 85
     assert "parameters: /device:CPU:0" in text
 
 

@@ -118,10 +118,14 @@ def test_running():
     assert float(line.split()[0]) >= 0.4
 
 
-_SOAKING = """
+_MARKED = """
 import pytest
 
 def test_once():
+    pass
+
+@pytest.mark.docs
+def test_document():
     pass
 
 @pytest.mark.soak
@@ -131,18 +135,20 @@ def test_often(number):
 """
 
 
-def test_soak_is_left_out_unless_asked_for_and_shares_are_all_of_it(
+def test_marked_tests_are_left_out_unless_asked_for_and_shares_are_all_of_soak(
     inner: pytest.Pytester, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # each run would import them again
     inner.makeconftest(
-        "from tests.soak import Soak, pytest_addoption\n"
-        "def pytest_configure(config):\n    config.pluginmanager.register(Soak(config))"
+        "from tests.selection import Selection, pytest_addoption\n"
+        "def pytest_configure(config):\n    config.pluginmanager.register(Selection(config))"
     )
-    inner.makepyfile(_SOAKING)
+    inner.makepyfile(_MARKED)
     marked = ("-W", "ignore::pytest.PytestUnknownMarkWarning")
     inner.inline_run(*marked).assertoutcome(passed=1)
+    inner.inline_run(*marked, "--docs").assertoutcome(passed=1)
     inner.inline_run(*marked, "--soak").assertoutcome(passed=40)
+    inner.inline_run(*marked, "--soak", "--docs").assertoutcome(passed=41)
     shares = [inner.inline_run(*marked, "--soak", f"--soak-share={share}/3").countoutcomes()[0] for share in (1, 2, 3)]
     assert sum(shares) == 40
     assert min(shares) > 0

@@ -32,13 +32,24 @@ def users_line() -> tuple[str, int]:
 def calling_line() -> str:
     """The same as `src/train.py:12`, seen from the current folder."""
     file, line = users_line()
-    return f"{_shortened(file)}:{line}"
+    return f"{cell_of(file) or _shortened(file)}:{line}"
 
 
 def short_line() -> str:
     """The same as `train.py:12`, as graphs have it."""
-    file, line = users_line()
-    return f"{Path(file).name}:{line}"
+    return shown_line(*users_line())
+
+
+def shown_line(file: str, line: int) -> str:
+    """A line of a program as `train.py:12`, of a cell of a notebook as `In[3]:12`."""
+    return f"{cell_of(file) or Path(file).name}:{line}"
+
+
+def cell_of(file: str) -> str | None:
+    """The cell of a notebook, as `In[3]`, that runs under the name of a file."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    found = shell and shell.compile.format_code_name(file)
+    return found[1] if found else None
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:

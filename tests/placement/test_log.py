@@ -1,6 +1,7 @@
 """What the placement log says, as lines, records, tables and pictures."""
 
 import json
+import os
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import stratagem as sg
 from stratagem.errors import DeviceTypeError
 from stratagem.placement.log import PlacementLog
 from stratagem.placement.log_layout import MOST_BOXES, arrange, heaviest
+from tests.cluster import nursery
 
 pytestmark = pytest.mark.usefixtures("gpus")
 
@@ -201,3 +203,22 @@ def test_names_of_the_program_are_shown_escaped(tmp_path: Path, capsys: pytest.C
     assert r"half \ud800" in log.save(tmp_path / "log.html").read_text()
     assert log.save(tmp_path / "log.png").stat().st_size > 0
     assert [record["name"] for record in json.loads(log.save(tmp_path / "log.json").read_text())] == list(names)
+
+
+_IN_CELLS = """
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+for cell in (
+    "import torch, stratagem as sg",
+    "with sg.log_placement() as log:\\n    torch.ones(2)\\nprint([record.where for record in log])",
+    "with sg.Graph() as graph:\\n    c = sg.constant([1.0])\\nprint(graph.nodes[0].line)",
+):
+    shell.run_cell(cell, store_history=True).raise_error()
+"""
+
+
+@pytest.mark.slow
+def test_line_of_a_cell_is_named_as_notebooks_name_it(forked_tasks: None, tmp_path: Path) -> None:
+    environment = {**os.environ, "IPYTHONDIR": str(tmp_path)}
+    done = nursery.run(["-c", _IN_CELLS], 50, environment)
+    assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, ["['In[2]:2']", "In[3]:2"], "")

@@ -11,14 +11,13 @@ import importlib
 import itertools
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stratagem import _torch, _tree
-from stratagem._caller import users_line
+from stratagem._caller import shown_line, users_line
 from stratagem.devices.device_spec import DeviceSpec
 from stratagem.errors import GraphError
 from stratagem.graphs import recording_rules
@@ -83,7 +82,7 @@ class GraphRecorder:
         operation = scopes.Operation(type_name, name, tuple(each.node for each in inputs), num_bytes)
         spec = scopes.spec_for(operation)
         file, line = fields.pop("made_at", None) or users_line()
-        fields |= {"spec": spec, "line": f"{Path(file).name}:{line}", "file": file, "outputs": tuple(outputs)}
+        fields |= {"spec": spec, "line": shown_line(file, line), "file": file, "outputs": tuple(outputs)}
         node = Node(len(self.nodes), kind, name, type_name, **fields)
         self._note_gradient(node)
         self.nodes.append(node)

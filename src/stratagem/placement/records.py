@@ -1,7 +1,8 @@
 """The values of the placement log: one operation, and what was copied for it."""
 
 import dataclasses
-from pathlib import Path
+
+from stratagem._caller import shown_line
 
 
 def printable(text: str) -> str:
@@ -67,7 +68,7 @@ class PlacementRecord:
     @property
     def where(self) -> str:
         """The line of the program, shortly."""
-        return f"{Path(self.file).name}:{self.line}" if self.file else ""
+        return shown_line(self.file, self.line) if self.file else ""
 
     def shown(self) -> "PlacementRecord":
         """The same with names and paths as they may be shown on a terminal, a page or a picture."""

@@ -1,4 +1,4 @@
-"""Tests marked `soak` repeat a promise over many parameters: left out of a run, unless it asks for them."""
+"""Leaves tests with certain marks out of a run, unless it asks for them: those of `soak`, and those of `docs`."""
 
 import datetime
 import time
@@ -6,19 +6,22 @@ import zlib
 
 import pytest
 
+_APART = ("soak", "docs")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("soak")
-    group.addoption("--soak", action="store_true", help="run the tests marked soak, and only those")
-    group.addoption("--soak-share", default="1/1", metavar="K/N", help="run the K-th of N shares of them")
-    group.addoption("--soak-minutes", type=float, metavar="M", help="begin none of them later than this")
+    group = parser.getgroup("selection")
+    for mark in _APART:
+        group.addoption(f"--{mark}", action="store_true", help=f"run the tests marked {mark}, and only those")
+    group.addoption("--soak-share", default="1/1", metavar="K/N", help="run the K-th of N shares of soak")
+    group.addoption("--soak-minutes", type=float, metavar="M", help="begin no test later than this")
 
 
-class Soak:
-    """Chooses between the tests marked `soak` and all others."""
+class Selection:
+    """Chooses between the tests of each mark and all others."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._wanted: bool = config.getoption("--soak")
+        self._wanted = {mark for mark in _APART if config.getoption(f"--{mark}")}
         self._share, self._shares = _share(config.getoption("--soak-share"))
         minutes: float | None = config.getoption("--soak-minutes")
         self._deadline = None if minutes is None else time.monotonic() + minutes * 60
@@ -35,7 +38,7 @@ class Soak:
         items[:] = chosen
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self._wanted and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        if self._shares > 1 and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
             session.exitstatus = pytest.ExitCode.OK  # a share may be empty
 
     def pytest_runtest_setup(self) -> None:
@@ -43,9 +46,12 @@ class Soak:
             pytest.skip("the minutes of --soak-minutes are over")
 
     def _is_wanted(self, item: pytest.Item) -> bool:
-        if item.get_closest_marker("soak") is None:
+        marks = {mark for mark in _APART if item.get_closest_marker(mark)}
+        if not marks:
             return not self._wanted
-        return self._wanted and zlib.crc32(item.nodeid.encode()) % self._shares == self._share - 1
+        if not marks <= self._wanted:
+            return False
+        return "soak" not in marks or zlib.crc32(item.nodeid.encode()) % self._shares == self._share - 1
 
 
 def _share(text: str) -> tuple[int, int]:
