@@ -6,7 +6,7 @@ Names are loaded when they are first used, so that `import stratagem` is instant
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from stratagem import _integrations, _tensorflow_names
+from stratagem import _env, _integrations, _tensorflow_names
 
 if TYPE_CHECKING:
     from stratagem import cluster as cluster
@@ -144,6 +144,8 @@ _NAMES = {
 __all__ = [*_MODULES, *_NAMES, "__version__"]  # noqa: PLE0604  # all are names
 
 _integrations.prepare()
+if _env.asks_for_strict_devices():  # torch must know them before the program names one
+    importlib.import_module("stratagem.devices.inventory").this_process().make_strict()
 
 
 def __getattr__(name: str) -> Any:

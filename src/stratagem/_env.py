@@ -49,6 +49,11 @@ def simulate() -> str | None:
     return os.environ.get(SIMULATE)
 
 
+def asks_for_strict_devices() -> bool:
+    """Whether some of them are to be devices of torch's own."""
+    return (simulate() or "").strip().lower().endswith(":strict") or ":strict," in (simulate() or "").lower()
+
+
 def devices() -> str | None:
     """Which devices the program was asked to run on, for example `cpu:4`; `stratagem run --devices` sets it."""
     return os.environ.get(DEVICES)

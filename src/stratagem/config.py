@@ -187,21 +187,29 @@ def get_log_device_placement() -> bool:
     return log.is_printing()
 
 
-def simulate_devices(device_type: str, count: int, memory_limit: float | None = None) -> list[PhysicalDevice]:
+def simulate_devices(
+    device_type: str, count: int, memory_limit: float | None = None, *, strict: bool = False
+) -> list[PhysicalDevice]:
     """Makes devices for a machine without any: shares of the CPU that behave like real ones.
 
     They take the place of all devices of that kind, so that a program meets the same ones on
-    every machine. `STRATAGEM_SIMULATE=gpu:4` does the same from outside.
+    every machine. `STRATAGEM_SIMULATE=gpu:4` does the same from outside, `gpu:4:strict` for strict ones.
+
+    Strict devices are devices of torch's own: a tensor is on `gpu:0` and not on `cpu`, two devices
+    do not mix, a copy has to be asked for. They find what a GPU would refuse, slowly
+    (docs/accelerators.md). A process that has had them keeps torch's one private slot taken.
 
     Args:
         device_type: The kind to simulate, such as `GPU`.
         count: How many.
         memory_limit: The memory of each, in MiB; by default an even share of the machine's.
+        strict: Whether they are devices of torch's own; only GPUs can be.
     Raises:
-        DeviceConfigurationError: Together they have more memory than the machine.
+        DeviceConfigurationError: Together they have more memory than the machine; strict devices are no
+            GPUs, or another backend has torch's private slot.
         DevicesInUseError: Devices are in use.
     Example:
         >>> simulate_devices("GPU", 2, memory_limit=256)[1]
         PhysicalDevice(name='/physical_device:GPU:1', device_type='GPU', simulated=True)
     """
-    return this_process().simulate(device_type, count, memory_limit)
+    return this_process().simulate(device_type, count, memory_limit, strict=strict)

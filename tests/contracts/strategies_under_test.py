@@ -23,6 +23,7 @@ from stratagem.cluster.resolvers.simple import SimpleResolver
 from tests.cluster import nursery
 
 _WORKER = "STRATAGEM_TEST_WORKER"
+STRICT = "STRATAGEM_TESTSTRICT"
 _PATIENCE_S = 120.0
 
 MakeStrategy = Callable[[pytest.FixtureRequest, Path], contextlib.AbstractContextManager[sg.Strategy]]
@@ -80,12 +81,39 @@ ROWS: dict[str, MakeStrategy] = {
     "2 workers of 2": workers(2),
     "local sgd, 2 workers of 1": workers(1, local_sgd),
 }
+
+
+def strict(make: Callable[[], sg.Strategy]) -> MakeStrategy:
+    """A strategy of this program on strict devices, which a process keeps for life; see `test_strict_devices`."""
+
+    @contextlib.contextmanager
+    def opened(request: pytest.FixtureRequest, folder: Path) -> Iterator[sg.Strategy]:
+        sg.config.simulate_devices("GPU", 2, strict=True)
+        with make() as strategy:
+            yield strategy
+
+    return opened
+
+
+GPUS = ["gpu:0", "gpu:1"]
+# In a program of their own.
+STRICT_ROWS: dict[str, MakeStrategy] = {
+    "strict one device": strict(lambda: sg.OneDeviceStrategy("gpu:1")),
+    "strict mirrored 2": strict(lambda: sg.MirroredStrategy(GPUS)),
+    "strict mirrored 2 to one": strict(lambda: sg.MirroredStrategy(GPUS, cross_device_ops="to_one")),
+    "strict central storage 2": strict(lambda: sg.CentralStorageStrategy(GPUS)),
+    "strict local sgd 2": strict(lambda: local_sgd(GPUS)),
+}
+if STRICT in os.environ:
+    ROWS = {name: make for name, make in STRICT_ROWS.items() if name == os.environ[STRICT]}
 # One row of each kind, for suites on top of what the whole suite of strategies has shown.
 FEWER_ROWS = ("one device", "mirrored 2", "central storage 3", "local sgd 2", "2 workers of 2")
 # Every replica has variables of its own.
-PRIVATE = ("mirrored 2 torch", "mirrored 2 to one", "local sgd 2", "local sgd, 2 workers of 1")
+PRIVATE = ("mirrored 2 torch", "mirrored 2 to one", "local sgd 2", "local sgd, 2 workers of 1", *list(STRICT_ROWS)[1:])
+# Gradients travel by torch.distributed.
+CONNECTED = ("mirrored 2 torch", "strict mirrored 2", "strict central storage 2")
 # Every replica trains alone and agrees on weights after each step: equal while updates are linear in their gradients.
-LOCAL = ("local sgd 2", "local sgd, 2 workers of 1")
+LOCAL = ("local sgd 2", "local sgd, 2 workers of 1", "strict local sgd 2")
 # A run that fails in one worker ends the strategy in all.
 WORKERS = ("2 workers of 1", "2 workers of 2", "local sgd, 2 workers of 1")
 

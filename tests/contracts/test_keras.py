@@ -1,5 +1,6 @@
 """One suite for Keras on every synchronous strategy: `fit` and its kin must give what they give on one device."""
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,6 +93,22 @@ def test_batches_with_fewer_rows_than_replicas_equal_one_device(strategy: sg.Str
     (model, history), (plain, expected) = fit(make, strategy, **given), fit(make, None, **given)
     assert_equal((model, history), (plain, expected))
     np.testing.assert_allclose(model.predict(X[:1], verbose=0), plain.predict(X[:1], verbose=0), atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras' own
+@pytest.mark.parametrize(("size", "end"), [(1, 5), (16, 50)])
+def test_several_steps_per_execution_equal_one_device(strategy: sg.Strategy, size: int, end: int) -> None:
+    def make(steps_per_execution: int = 1) -> Any:
+        layers = [keras_models.Rowwise(), keras.layers.Dense(2)]
+        metrics = ["mae", keras_models.Largest()]
+        return compiled(keras.Sequential(layers), metrics=metrics, steps_per_execution=steps_per_execution)
+
+    given = {"x": X[:end], "y": Y[:end], "batch_size": size, "validation_data": (X[:4], Y[:4])}
+    model, history = fit(functools.partial(make, 3), strategy, **given)
+    plain, expected = fit(make, None, **given)
+    assert_equal((model, history), (plain, expected))
+    predicted = [each.predict(X[:end], batch_size=size, verbose=0) for each in (model, plain)]
+    np.testing.assert_allclose(*predicted, atol=1e-5)
 
 
 def test_evaluate_and_predict_equal_one_device(strategy: sg.Strategy) -> None:

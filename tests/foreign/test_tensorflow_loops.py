@@ -201,6 +201,40 @@ def iterators_are_asked_until_they_end(on: Runner) -> Any:
 
 
 @programs(linear=True)
+def several_steps_in_one_call_with_metrics_in_the_step(on: Runner) -> Any:
+    """As the guide on TPUs has it: `train_multiple_steps(iterator, steps)`."""
+    model, optimizer = made(on, mlp)
+    with on.scope():
+        training_loss, training_accuracy = sg.metrics.Mean(), sg.metrics.SparseCategoricalAccuracy()
+
+    def step_fn(inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        features, labels = inputs
+        optimizer.zero_grad()
+        logits = model(features)
+        loss = functional.cross_entropy(logits, labels)
+        loss.backward()
+        optimizer.step()
+        training_loss.update_state(loss)
+        training_accuracy.update_state(labels, logits)
+        return loss
+
+    def train_multiple_steps(iterator: Any, steps: int) -> list[Any]:
+        if on.strategy is None:
+            return [step_fn(batch) for _, batch in zip(range(steps), iterator, strict=False)]
+        return on.strategy.run(step_fn, args=(iterator,), num_steps=steps)
+
+    data = global_batches() * 2
+    iterator = iter(data if on.strategy is None else on.strategy.distribute(data))
+    told = []
+    for _ in range(2):
+        losses = [on.mean(each) for each in train_multiple_steps(iterator, len(data) // 2)]
+        told.append((losses, training_loss.result(), training_accuracy.result()))
+        training_loss.reset_state()
+        training_accuracy.reset_state()
+    return told, dict(model.named_parameters())
+
+
+@programs(linear=True)
 def each_input_pipeline_makes_its_own_batches(on: Runner) -> Any:
     def dataset_fn(context: sg.InputContext) -> Any:
         size = context.get_per_replica_batch_size(12)

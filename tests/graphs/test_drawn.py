@@ -162,6 +162,10 @@ def written_in_part() -> torch.Tensor:
     return numbers
 
 
+def written_into_another() -> torch.Tensor:
+    return torch.rand(3, out=torch.empty(3))
+
+
 def made_of_what_changed() -> torch.Tensor:
     scale = torch.ones(3)
     numbers = torch.rand(3) * scale
@@ -178,6 +182,7 @@ def of_unknown_shape() -> torch.Tensor:
     ("draw", "message"),
     [
         (written_in_part, "random numbers were written into it in a way that a graph does not record"),
+        (written_into_another, "random numbers were written into it in a way that a graph does not record"),
         (made_of_what_changed, "was made of a tensor that was changed in place since"),
         (of_unknown_shape, "its shape depends on values"),
     ],

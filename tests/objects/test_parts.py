@@ -231,7 +231,7 @@ Pair = collections.namedtuple("Pair", "a b")
 def test_results_of_any_nesting_are_joined() -> None:
     result = {"pair": Pair(1, [torch.ones(1), None]), "text": "x", "shape": torch.ones(2, 3).shape}
     packed = arrived(per_replica.pack_result(result, Kept()))
-    joined = per_replica.join_results([result, packed], (1, 2), lambda *_: None)
+    joined = per_replica.join_results([per_replica.kept_result(result), packed], (1, 2), lambda *_: None)
     assert isinstance(joined["pair"], Pair)
     assert joined["pair"].b[1].values == (None, None)
     assert joined["text"].values == ("x", "x")
@@ -243,7 +243,9 @@ def test_results_do_not_change_later() -> None:
     weight, large = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(50_000))
     kept = Kept()
     packed = arrived(per_replica.pack_result((weight, large), kept))
-    joined = per_replica.join_results([(weight, large), packed], None, lambda _, number: kept.values[number])
+    joined = per_replica.join_results(
+        [per_replica.kept_result((weight, large)), packed], None, lambda _, number: kept.values[number]
+    )
     with torch.no_grad():
         weight.fill_(1)
         large.fill_(1)
@@ -257,7 +259,7 @@ def test_fresh_large_results_are_not_copied_and_shared_ones_are() -> None:
     fresh, held = torch.zeros(50_000), nn.Linear(300, 300, bias=False)
     outcome = held(torch.ones(300, 300))
     shared = [held.weight, held.weight.t(), held.weight.data, held.weight.detach()]
-    joined = per_replica.join_results([[fresh, outcome, *shared]], None, lambda *_: None)
+    joined = per_replica.join_results([per_replica.kept_result([fresh, outcome, *shared])], None, lambda *_: None)
     address = [each[0].data_ptr() for each in joined]
     assert address[:2] == [fresh.data_ptr(), outcome.data_ptr()]
     assert held.weight.data_ptr() not in address

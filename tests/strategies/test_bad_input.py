@@ -685,11 +685,38 @@ def test_calls_of_the_replica_that_are_not_calls(each: sg.Strategy) -> None:
 
 
 def test_runs_that_are_given_an_iterator(each: sg.Strategy) -> None:
-    data = each.distribute([torch.ones(4)])
-    for given in (data, iter(data), each.distribute(torch.ones(4), global_batch_size=2)):
-        for run in (lambda: each.run(next, args=(given,)), lambda: each.run(next, kwargs={"it": [given]})):  # noqa: B023
-            with pytest.raises(StrategyError, match=r"run takes a batch, .* args=\(next\(iterator\),\)"):
-                run()
+    iterator = iter(each.distribute([torch.ones(4)]))
+    for run in (
+        lambda: each.run(next, args=(iterator,)),
+        lambda: each.run(next, args=iterator),
+        lambda: each.run(next, kwargs={"it": [iterator]}),
+    ):
+        with pytest.raises(StrategyError, match=r"say num_steps=16, or take .* args=\(next\(iterator\),\)"):
+            run()
+
+
+def test_runs_that_are_given_distributed_data_instead_of_an_iterator(each: sg.Strategy) -> None:
+    for data in (each.distribute([torch.ones(4)]), each.distribute(torch.ones(4), global_batch_size=2)):
+        for num_steps in (None, 2):
+            with pytest.raises(StrategyError, match=r"begins anew .* iterator = iter\(data\)"):
+                each.run(len, args=(data,), num_steps=num_steps)
+
+
+@pytest.mark.parametrize("num_steps", [0, -1, True, 2.5, "2", torch.tensor(2)])
+def test_runs_of_no_number_of_steps(each: sg.Strategy, num_steps: Any) -> None:
+    with pytest.raises(StrategyError, match="num_steps is a positive int, got "):
+        each.run(int, num_steps=num_steps)
+
+
+def test_runs_that_are_given_an_iterator_of_another_strategy(each: sg.Strategy) -> None:
+    iterator = iter(sg.get_strategy().distribute([torch.ones(4)]))
+    with pytest.raises(StrategyError, match="an iterator over data that another DefaultStrategy has distributed"):
+        each.run(len, args=(iterator,), num_steps=2)
+
+
+def test_runs_whose_arguments_are_an_iterator_over_single_tensors(each: sg.Strategy) -> None:
+    with pytest.raises(StrategyError, match=r"args=iterator is for batches that are tuples .*args=\(iterator,\)"):
+        repr(each.run(len, args=iter(each.distribute([torch.ones(4)])), num_steps=2))
 
 
 def test_data_that_is_asked_for_wrongly(each: sg.Strategy) -> None:

@@ -30,7 +30,7 @@ NUM_LOOKS = 200
 
 _SEMAPHORE_BYTES = 64
 _NOTE_BYTES = 512
-_NUM_FLAGS = 15
+_NUM_FLAGS = 18
 _PURPOSE_FLAG = _NUM_FLAGS - 3  # and the next: by turns, since a replica may be one meeting ahead
 _LEFT_FLAG = _NUM_FLAGS - 1
 _SLICE_S = 0.1

@@ -1,5 +1,7 @@
 """Exchanges tensors by torch.distributed: gloo for those of the CPU, NCCL for those of GPUs.
 
+Strict devices have a group that begins and waits as NCCL does (`strict_group`).
+
 Owns its process groups; the user's default group is neither used nor touched. Replicas of one
 machine find each other through a file in a folder that only their user can enter, and gloo listens
 on loopback only; tasks of a cluster through a store of theirs, and gloo listens on the task's
@@ -30,6 +32,7 @@ from stratagem.collectives.collective import (
     shapes_of,
 )
 from stratagem.collectives.connections import check_folder, connections_on, hang_up
+from stratagem.collectives.strict_group import BACKEND, StrictGroup
 from stratagem.collectives.waiting import (
     PendingExchange,
     is_completed,
@@ -39,6 +42,7 @@ from stratagem.collectives.waiting import (
     result_of,
     wait_in_slices,
 )
+from stratagem.devices.strict.streams import TORCH_TYPE
 from stratagem.errors import CollectiveError
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -107,7 +111,7 @@ class TorchDistributed(Collective):
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
         self._gloo: Any = None
-        self._nccl: Any = None
+        self._on_device: Any = None  # NCCL, or what stands for it
 
     def start(self) -> None:
         """Connects the replicas; returns when all are there.
@@ -209,11 +213,11 @@ class TorchDistributed(Collective):
         """Cuts the connections. Waits for a sum that is under way, no longer than `timeout_s`; drops the next ones."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
-        for group in (self._nccl, self._gloo):
+        for group in (self._on_device, self._gloo):
             if group is not None:
                 group.shutdown()
         # The file of the store is removed by who made its folder: torch does so only if all let go one by one.
-        self._thread = self._last = self._nccl = self._gloo = self._store = None
+        self._thread = self._last = self._on_device = self._gloo = self._store = None
 
     def cut(self) -> None:
         """Ends what is under way, also if another replica neither answers nor hangs up; then only `close` is left.
@@ -235,7 +239,7 @@ class TorchDistributed(Collective):
 
     def _do(self, call: str, begin: Callable[[], Any], attend: Callable[[float], None] | None = None) -> None:
         """Begins work of a group and waits for it; says what it was if that fails."""
-        reason = outcome_of(begin, attend, blocks=self._nccl is None)
+        reason = outcome_of(begin, attend, blocks=self._on_device is None)
         if reason is None:
             return
         raise CollectiveError(
@@ -298,7 +302,7 @@ class TorchDistributed(Collective):
     def _check_device(self, tensor: torch.Tensor) -> None:
         """Refuses what no group can carry."""
         kind, nccl = tensor.device.type, _c10d.is_nccl_available()
-        if kind != "cpu" and not (kind == "cuda" and nccl):
+        if kind not in ("cpu", TORCH_TYPE) and not (kind == "cuda" and nccl):
             raise CollectiveError(
                 f"torch.distributed moves tensors of the CPU (gloo) and of CUDA devices (NCCL, "
                 f"{'' if nccl else 'not '}in this build), got one on {str(tensor.device)!r}; copy it to the CPU first"
@@ -308,9 +312,9 @@ class TorchDistributed(Collective):
         """The group that carries a tensor, chosen by where it is."""
         if tensor.device.type == "cpu":
             return self._gloo
-        if self._nccl is None:
-            self._nccl = self._connect_nccl()
-        return self._nccl
+        if self._on_device is None:
+            self._on_device = self._connect_strict() if tensor.device.type == TORCH_TYPE else self._connect_nccl()
+        return self._on_device
 
     def _try_gloo(self) -> str:
         """Connects by gloo; returns why that failed, or nothing."""
@@ -320,15 +324,18 @@ class TorchDistributed(Collective):
             return reason_of(error) or type(error).__name__
         return ""
 
-    def _connect_gloo(self) -> Any:
+    def _connect_gloo(self, name: str = "gloo") -> Any:
         device = _c10d.ProcessGroupGloo.create_device(hostname=self._address)
         options = _torch.gloo_options(timedelta(seconds=self._start_timeout_s), [device])
-        store = _c10d.PrefixStore("gloo", self._store)
+        store = _c10d.PrefixStore(name, self._store)
         before = connections_on(self._address)
         group = _c10d.ProcessGroupGloo(store, self.rank, self.size, options)
-        self._sockets = list(connections_on(self._address) - before)
+        self._sockets += connections_on(self._address) - before
         _torch.set_timeout(group, timedelta(seconds=self.timeout_s))
         return group
+
+    def _connect_strict(self) -> StrictGroup:
+        return StrictGroup(self._connect_gloo(BACKEND), self.rank, self.size)
 
     def _connect_nccl(self) -> Any:
         options = _torch.nccl_options(timedelta(seconds=self.timeout_s))

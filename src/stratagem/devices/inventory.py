@@ -15,7 +15,7 @@ import torch
 from stratagem import _env
 from stratagem._caller import calling_line, warn_caller
 from stratagem.devices import absence, lookup, masks, requested, simulated, usage
-from stratagem.devices.accelerators import Accelerator, of_this_machine
+from stratagem.devices.accelerators import Accelerator, CachingAccelerator, of_this_machine
 from stratagem.devices.device import DeviceDetails, LogicalDevice, LogicalDeviceConfiguration, PhysicalDevice
 from stratagem.devices.device_spec import CPU, GPU, KINDS, parse_kind
 from stratagem.devices.division import Share, divide, split_cores
@@ -23,6 +23,8 @@ from stratagem.devices.host import Host
 from stratagem.devices.lookup import DeviceLike
 from stratagem.devices.requested import DeviceRequest
 from stratagem.devices.simulated import Simulation
+from stratagem.devices.strict import backend
+from stratagem.devices.strict.streams import TORCH_TYPE
 from stratagem.errors import (
     DeviceConfigurationError,
     DeviceNotFoundError,
@@ -75,17 +77,24 @@ class Inventory:
         return self._details(self.find_physical(device))
 
     def accelerator(self, device: PhysicalDevice) -> Accelerator | None:
-        """Who answers for a real accelerator; `None` for the CPU and what it simulates."""
-        return None if device.simulated else self._accelerators.get(device.device_type)
+        """Who answers for an accelerator, real or strict; `None` for the CPU and what it simulates otherwise."""
+        if not device.simulated:
+            return self._accelerators.get(device.device_type)
+        simulation = self._simulations()[device.device_type]
+        return self._strict_accelerator(simulation) if simulation.strict else None
 
-    def simulate(self, kind: str, count: int, memory_limit: float | None = None) -> list[PhysicalDevice]:
+    def simulate(
+        self, kind: str, count: int, memory_limit: float | None = None, *, strict: bool = False
+    ) -> list[PhysicalDevice]:
         """Puts simulated devices in the place of all devices of that kind."""
-        simulation = Simulation(kind, count, memory_limit)
+        simulation = Simulation(kind, count, memory_limit, strict)
         simulated.check_fit((self._simulations() | {simulation.kind: simulation}).values(), self._host_memory_bytes)
         call = f"simulate_devices({kind!r}, {count})"
         self._require_unused(call)
         if (request := self._request()) and simulation.kind not in request.counts:
             raise _contradiction(call, request, f"leaves no {simulation.kind}")
+        if simulation.strict:
+            self._strict_accelerator(simulation)
         self._simulated[simulation.kind] = simulation
         self._visible.pop(simulation.kind, None)
         for configured in (self._parts, self._growth):
@@ -96,6 +105,10 @@ class Inventory:
     def simulated_kinds(self) -> list[str]:
         """The kinds that are simulated, hidden ones too."""
         return sorted(self._simulations())
+
+    def has_strict_devices(self) -> bool:
+        """Whether some of them are devices of torch's own."""
+        return any(each.strict for each in self._simulations().values())
 
     # What is visible
 
@@ -184,6 +197,13 @@ class Inventory:
         self._simulated, self._visible = dict(configuration.simulated), dict(configuration.visible)
         self._parts, self._growth = dict(configuration.parts), dict(configuration.growth)
         _env.take_device_variables(configuration.variables)
+        self.make_strict()
+
+    def make_strict(self) -> None:
+        """Lets torch know the strict devices that are asked for, before a program names one."""
+        for simulation in self._simulations().values():
+            if simulation.strict:
+                self._strict_accelerator(simulation)
 
     # Finding one by name
 
@@ -246,6 +266,11 @@ class Inventory:
 
     def _simulations(self) -> dict[str, Simulation]:
         return simulated.read_variable(_env.simulate(), self._host_memory_bytes) | self._simulated
+
+    def _strict_accelerator(self, simulation: Simulation) -> Accelerator:
+        details = simulation.details(self._host_memory_bytes, num_cores=1)
+        module = backend.install(len(self._mask(simulation)), details.total_memory_bytes)
+        return CachingAccelerator(simulation.kind, TORCH_TYPE, module)
 
     # What the environment asks for
 
@@ -312,9 +337,9 @@ class Inventory:
             warn_caller(complaint, DeviceWarning)
 
     def _details(self, device: PhysicalDevice) -> DeviceDetails:
-        if accelerator := self.accelerator(device):
-            return accelerator.details(device.index)
         num_cores = len(self._host_cores)
+        if not device.simulated and (accelerator := self.accelerator(device)):
+            return accelerator.details(device.index)
         if device.simulated:
             return self._simulations()[device.device_type].details(self._host_memory_bytes, num_cores)
         return DeviceDetails(self.host.model_name(), self._host_memory_bytes, num_cores)
@@ -323,7 +348,7 @@ class Inventory:
         """The CPU cores behind a device."""
         if device.device_type == CPU:
             return self._host_cores
-        if not device.simulated:
+        if self.accelerator(device) is not None:
             return ()
         simulation = self._simulations()[device.device_type]
         return split_cores(self._host_cores, simulation.count)[self._mask(simulation)[device.index]]

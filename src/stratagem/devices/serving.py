@@ -194,14 +194,16 @@ def _within_limit(device: LogicalDevice, accelerator: Accelerator) -> Iterator[N
         yield
 
 
-def limited_accelerator(
-    device: LogicalDevice, inventory: Inventory | None = None
-) -> contextlib.AbstractContextManager[None]:
-    """A block in which torch's allocator holds the limit of an accelerator, if it has one."""
+@contextlib.contextmanager
+def limited_accelerator(device: LogicalDevice, inventory: Inventory | None = None) -> Iterator[None]:
+    """A block in which an accelerator is torch's current one, and torch's allocator holds its limit, if it has one."""
     accelerator = (inventory or this_process()).accelerator(device.physical)
-    if accelerator is None or device.memory_limit_bytes is None:
-        return contextlib.nullcontext()
-    return _within_limit(device, accelerator)
+    if accelerator is None:
+        yield
+        return
+    limit = contextlib.nullcontext() if device.memory_limit_bytes is None else _within_limit(device, accelerator)
+    with accelerator.selected(device.physical.index), limit:
+        yield
 
 
 def _require_available(device: LogicalDevice, host: Host) -> None:

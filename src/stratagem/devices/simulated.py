@@ -1,5 +1,6 @@
 """Describes accelerators that do not exist: shares of the CPU that behave like them.
 
+Strict ones are devices of torch's own besides (`strict`).
 Owns the form of `STRATAGEM_SIMULATE` and the rules for how many and how large.
 Where they appear and how they are masked and divided is `inventory`'s and `division`'s.
 """
@@ -9,8 +10,8 @@ from collections.abc import Iterable
 
 from stratagem._env import SIMULATE
 from stratagem.devices.device import MIB, DeviceDetails, check_memory_limit, mib
-from stratagem.devices.device_spec import CPU, parse_kind
-from stratagem.errors import DeviceConfigurationError, EnvironmentVariableError, StratagemError
+from stratagem.devices.device_spec import CPU, GPU, parse_kind
+from stratagem.errors import DeviceConfigurationError, DeviceTypeError, EnvironmentVariableError, StratagemError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +22,13 @@ class Simulation:
         kind: Which accelerators, such as `GPU`.
         count: How many.
         memory_limit: The memory of each in MiB; by default an even share of the machine's.
+        strict: Whether they are devices of torch's own.
     """
 
     kind: str
     count: int
     memory_limit: float | None = None
+    strict: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kind", parse_kind(self.kind))
@@ -39,11 +42,16 @@ class Simulation:
                 f"the number of simulated devices must be a whole number from 1 up, got {self.count!r}"
             )
         check_memory_limit(self.memory_limit)
+        if type(self.strict) is not bool:
+            raise DeviceTypeError(f"strict is True or False, got {self.strict!r}")
+        if self.strict and self.kind != GPU:
+            raise DeviceConfigurationError(f"strict devices are GPUs, got {self.kind}; leave strict out")
 
     def details(self, host_memory_bytes: int, num_cores: int) -> DeviceDetails:
         """What each of the devices is, on a machine with so much memory and so many cores."""
         memory_bytes = host_memory_bytes // self.count if self.memory_limit is None else int(self.memory_limit * MIB)
-        return DeviceDetails(f"simulated {self.kind}", memory_bytes, num_cores=max(1, num_cores // self.count))
+        strict = " (strict)" if self.strict else ""
+        return DeviceDetails(f"simulated {self.kind}{strict}", memory_bytes, num_cores=max(1, num_cores // self.count))
 
 
 def check_fit(simulations: Iterable[Simulation], host_memory_bytes: int) -> None:
@@ -64,24 +72,26 @@ def check_fit(simulations: Iterable[Simulation], host_memory_bytes: int) -> None
 
 
 def read_variable(text: str | None, host_memory_bytes: int) -> dict[str, Simulation]:
-    """Reads `STRATAGEM_SIMULATE`: `KIND:COUNT` or `KIND:COUNT:MIB`, separated by commas.
+    """Reads `STRATAGEM_SIMULATE`: `KIND:COUNT` or `KIND:COUNT:MIB`, also with `:strict`, separated by commas.
 
     Example:
         >>> read_variable("gpu:4:512", host_memory_bytes=2**34)
-        {'GPU': Simulation(kind='GPU', count=4, memory_limit=512)}
+        {'GPU': Simulation(kind='GPU', count=4, memory_limit=512, strict=False)}
     """
     simulations: dict[str, Simulation] = {}
     for entry in (text or "").split(","):
         if not entry.strip():
             continue
         try:
-            kind, count, *memory_limit = entry.split(":", 2)
-            simulation = Simulation(kind, int(count), *map(int, memory_limit))
+            kind, count, *rest = entry.split(":", 3)
+            strict = [word.strip().lower() for word in rest[-1:]] == ["strict"]
+            memory_limit = ":".join(rest[:-1] if strict else rest)
+            simulation = Simulation(kind, int(count), int(memory_limit) if rest[strict:] else None, strict)
         except ValueError as error:
             why = f" ({error})" if isinstance(error, StratagemError) else ""
             raise EnvironmentVariableError(
                 f"{SIMULATE}={text!r}: {entry.strip()!r} is not KIND:COUNT or KIND:COUNT:MIB{why}. "
-                f"Example: {SIMULATE}=gpu:4 or {SIMULATE}=gpu:4:512"
+                f"Example: {SIMULATE}=gpu:4, {SIMULATE}=gpu:4:512 or {SIMULATE}=gpu:4:strict"
             ) from error
         if simulation.kind in simulations:
             raise EnvironmentVariableError(f"{SIMULATE}={text!r} gives {simulation.kind} twice; give it once")

@@ -75,7 +75,8 @@ def _notes(physical: list[SurveyedDevice], inventory: Inventory) -> list[str]:
             f"{', '.join(hidden)} devices are simulated, but {_env.CUDA_VISIBLE_DEVICES}={mask!r} hides all of them"
         )
     elif simulated:
-        notes.append(f"{', '.join(simulated)} devices are simulated by shares of the CPU")
+        strict = ", as devices of torch's own (strict)" if inventory.has_strict_devices() else ""
+        notes.append(f"{', '.join(simulated)} devices are simulated by shares of the CPU{strict}")
     elif not any(each.device.device_type != CPU for each in physical):
         notes.append(f"no GPU: {absence.why_none(GPU, inventory.host)}")
     else:

@@ -19,9 +19,10 @@ from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import Configuration, this_process
 from stratagem.engine.random_numbers import seed_of
 from stratagem.engine.recipe import Call, Recipe
-from stratagem.engine.replica import Replica
+from stratagem.engine.replica import Done, Replica
 from stratagem.engine.strategy_in_replica import StrategyInReplica
 from stratagem.objects import captured, per_replica, state_diff
+from stratagem.objects.step_arguments import StepArguments
 from stratagem.placement import scopes
 from stratagem.placement.home import stay_at
 from stratagem.placement.log import log_placement
@@ -38,16 +39,12 @@ class Answer(NamedTuple):
 
     Attributes:
         unsettled: Whether parameters are still to be published.
-        busy_s: How long it computed.
-        skipped: The replicas and parameters whose gradients were bad.
-        result: What the function returned.
+        done: What came of each step.
         placed: Where its operations ran, if the program listens.
     """
 
     unsettled: bool
-    busy_s: float
-    skipped: list[tuple[int, str]]
-    result: Any
+    done: list[Done]
     placed: Sequence[PlacementRecord] = ()
 
 
@@ -154,11 +151,10 @@ def run(
     key: int,
     call: Call,
     function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    arguments: StepArguments,
     delivery: captured.Delivery,
     unwanted: Sequence[int],
-) -> "Answer":
+) -> Answer:
     """Runs the user's function as this child's replica; drops results that nobody asked for."""
     for number in unwanted:
         _results.values.pop(number, None)
@@ -169,9 +165,8 @@ def run(
     if call.seed is not None:
         seed_everything(seed_of(call.seed, runtime.global_rank))
     with surrounded_by(call.surroundings) as placed:
-        result = runtime.run(call, function, args, kwargs)
-    packed = per_replica.pack_result(result, _results)
-    return Answer(runtime.unsettled, runtime.busy_s, runtime.take_skipped(), packed, placed)
+        done = runtime.run(call, function, arguments, lambda result: per_replica.pack_result(result, _results))
+    return Answer(runtime.unsettled, done, placed)
 
 
 @contextlib.contextmanager

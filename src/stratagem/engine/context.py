@@ -69,6 +69,13 @@ class Contributing(Updating, Syncing, Protocol):
     def put_back_weight(self, before: float | None) -> None:
         """Ends that."""
 
+    @property
+    def writes_once(self) -> bool:
+        """Whether variables lie once: what one replica writes to them, all have when it is published."""
+
+    def note_agreed(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Takes what all replicas have just written to parameters, each the same, as what they agree on."""
+
     def no_contribution(self) -> None:
         """Takes part in a backward pass of the others, and adds nothing to it."""
 
@@ -251,6 +258,29 @@ class ReplicaContext:
         """Makes parameters that the step wrote to itself, the same in every replica, everyone's; all must come here."""
         if self._replica is not None:
             self._replica.publish_written()
+
+    def writes(self, tensor: torch.Tensor, *, adds_up: bool) -> bool:
+        """Whether this replica gives a variable the value that all have agreed on.
+
+        Args:
+            tensor: The variable. A parameter that lies once for all is written by one replica of a machine.
+            adds_up: Whether, of a buffer, what replicas change is added up at the end of the step.
+        """
+        if self._replica is None:
+            return True
+        if isinstance(tensor, torch.nn.Parameter):
+            return self.is_in_main_program or not self._replica.writes_once
+        return not adds_up or self._replica.global_rank == self._replica.first_with_examples
+
+    def note_agreed(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes it that all replicas have the same values of tensors."""
+        if self._replica is not None:
+            self._replica.note_agreed(tensors)
+
+    @property
+    def is_in_main_program(self) -> bool:
+        """Whether this replica is the main program's, on its machine."""
+        return self._replica is None or self._replica.rank == 0
 
     def joined(self, how: Aggregation, before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
         """The value that all replicas have of a tensor; every one must come here.

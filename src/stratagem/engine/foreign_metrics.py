@@ -36,6 +36,10 @@ def adapt(objects: Iterable[Any]) -> None:
         StrategyError: A state cannot be joined.
     """
     for metric in objects:
+        if "_enable_compute_groups" in getattr(metric, "__dict__", {}):
+            # A collection lets metrics share a state that is equal on its own rows: each replica would choose others.
+            metric._enable_compute_groups, metric._groups_checked = False, False
+            metric._groups = {}
         if is_one(metric):
             for name, reduction in metric._reductions.items():
                 _adapt_state(metric, name, reduction)

@@ -26,6 +26,7 @@ from stratagem.engine.distribution import Distribution, Receivers
 from stratagem.engine.machines import Alone, Workers
 from stratagem.engine.replica import Replica
 from stratagem.errors import StrategyError, in_words
+from stratagem.objects.step_arguments import StepArguments
 from stratagem.objects.tracking import Tracker
 from stratagem.placement.residence import Tenant
 from stratagem.processes.group import ChildGroup
@@ -101,8 +102,8 @@ class Driver(Receivers, ABC):
         """Waits for the processes, the first time: until then the program has built its model while torch loaded."""
 
     @abstractmethod
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a function of the program in the processes."""
+    def run(self, function: Callable[..., Any], arguments: StepArguments) -> list[Any]:
+        """Runs a function of the program in the processes, for some steps; what came of each, of the first at least."""
 
     @abstractmethod
     def tell_others(self, error: BaseException) -> None:

@@ -26,10 +26,11 @@ from stratagem.engine.machines import Alone, Workers
 from stratagem.engine.notices import NonFinite, Stragglers
 from stratagem.engine.random_numbers import RandomNumbers
 from stratagem.engine.recipe import Call, Recipe, Step
-from stratagem.engine.replica import Replica
+from stratagem.engine.replica import Done, Replica
 from stratagem.errors import ReplicaError, StrategyError
 from stratagem.objects import per_replica
 from stratagem.objects.captured import Captured
+from stratagem.objects.step_arguments import StepArguments
 from stratagem.objects.tracking import pending_parameters
 from stratagem.placement import log, residence, scopes
 from stratagem.placement.home import at_home
@@ -80,9 +81,11 @@ class LocalReplicas(Driver):
             children=elsewhere.children if elsewhere is not None else None,
         )
         self._captured = Captured(self.distribution.registry)
-        self._random_numbers = RandomNumbers(recipe.first, apart=recipe.num_machines > 1)
+        self._random_numbers = RandomNumbers(
+            recipe.first, apart=recipe.num_machines > 1, on_device=devices[0].torch_device.type != "cpu"
+        )
         self._stragglers = Stragglers()
-        self._num_runs = 0
+        self._num_steps = 0
         self._num_alone = 0  # steps since replicas last agreed
         self._told: agreement.Told = {}  # what other machines will compare at the next meeting
         self._nonfinite = NonFinite(recipe.on_nonfinite)
@@ -135,27 +138,29 @@ class LocalReplicas(Driver):
         self._connect(own)
         return own
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the function in every replica and joins what they return."""
-        with self.in_turn("strategy.run()", refusal=_ONE_ORDER if self._workers.size > 1 else ""), scopes.recording():
-            return self._run(function, args, kwargs)
+    def run(self, function: Callable[..., Any], arguments: StepArguments) -> list[Any]:
+        """Calls the function in every replica for some steps, and joins what they return.
 
-    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        Returns:
+            What came of each step; of the first of them where another machine has fewer for this call.
+        """
+        with self.in_turn("strategy.run()", refusal=_ONE_ORDER if self._workers.size > 1 else ""), scopes.recording():
+            return self._run(function, arguments)
+
+    def _run(self, function: Callable[..., Any], arguments: StepArguments) -> list[Any]:
         own = self.start()
         self._connect(own)
         self.distribution.bring_up_to_date(own)
-        self._num_runs += 1
-        counts_here = per_replica.counts_of(args, kwargs)
+        counts_here = arguments.counts()
         with self.with_workers():
             call = self._next_call(own, counts_here)
-        self._group.run_number = self._num_runs
+        self._num_steps += len(call.steps)
+        self._group.run_number = call.number
         with Interrupts() as interrupts:
             with self.with_workers():
-                self._send(call, function, args, kwargs)
-            # A child that fails before it has begun to run cannot end the waits of the others itself.
-            self._group.on_failure = lambda *_: self._abort(own)
-            try:
-                error, result = self._run_here(own, interrupts, call, function, args, kwargs)
+                self._send(call, function, arguments.first(len(call.steps)))
+            with self._ended_by_children(own):
+                error, done = self._run_here(own, interrupts, call, function, arguments)
                 if error is None:
                     # While the others finish: the state is the same in all, and after a failure it is forgotten.
                     self.distribution.note_state()
@@ -163,8 +168,6 @@ class LocalReplicas(Driver):
                     own.copies.note_state()
                     self._random_numbers.note_run()
                 answers = self._collect(interrupts)
-            finally:
-                self._group.on_failure = _nothing
             failures = self._group.failures(besides=PeerAborted)
             if error is not None or failures or own.signals.aborted:
                 self._forget_results(answers)
@@ -178,34 +181,46 @@ class LocalReplicas(Driver):
             if own.unsettled or any(answer.unsettled for answer in answers):
                 self._publish_written(own)
         try:
-            if own.stepped:
-                self._num_alone = 0 if call.step.syncs else self._num_alone + 1
-            skipped = dict.fromkeys(each for one in (own.take_skipped(), *(a.skipped for a in answers)) for each in one)
-            self._nonfinite.judge(list(skipped), updated=own.updated, run_number=self._num_runs)
-            self._stragglers.note([own.busy_s, *(answer.busy_s for answer in answers)], counts_here)
+            self._num_alone = own.num_alone
             for rank, answer in enumerate(answers, start=own.global_rank + 1):
                 log.take_in(answer.placed, rank)
-            results = [result, *(answer.result for answer in answers)]
-            # A result that waits in its replica keeps the strategy; the notice that nobody wants it does not.
-            fetch = functools.partial(self._fetch, self.strategy)
-            in_turn = functools.partial(self.in_turn, "the fetch of a result")
-            return per_replica.join_results(results, counts_here, fetch, self._unwanted.append, in_turn)
+            steps = zip(call.steps, counts_here, done, *(answer.done for answer in answers), strict=False)
+            joined = []
+            for place, (step, counts, *everyones) in enumerate(steps):
+                arguments.under_way = place
+                self._judge(step, counts, everyones)
+                joined.append(self._joined([each.result for each in everyones], counts))
+            return joined
         except BaseException:
             self._forget_results(answers)
             raise
 
-    def _next_call(self, own: Replica, counts_here: tuple[int, ...] | None) -> Call:
+    def _judge(self, step: Step, counts_here: tuple[int, ...] | None, everyones: Sequence[Done]) -> None:
+        """Says what the user must know of a step."""
+        skipped = dict.fromkeys(each for one in everyones for each in one.skipped)
+        self._nonfinite.judge(list(skipped), updated=everyones[0].updated, run_number=step.number)
+        self._stragglers.note([each.busy_s for each in everyones], counts_here)
+
+    def _joined(self, results: Sequence[Any], counts_here: tuple[int, ...] | None) -> Any:
+        # A result that waits in its replica keeps the strategy; the notice that nobody wants it does not.
+        fetch = functools.partial(self._fetch, self.strategy)
+        in_turn = functools.partial(self.in_turn, "the fetch of a result")
+        return per_replica.join_results(results, counts_here, fetch, self._unwanted.append, in_turn)
+
+    def _next_call(self, own: Replica, counts_here: Sequence[tuple[int, ...] | None]) -> Call:
         try:
             seed, changes = self._random_numbers.new_seed(), self.distribution.changes()
             written = own.take_written()
-            syncs = self._num_alone + 1 >= self._recipe.sync.every
             if self._workers.size > 1:
                 written.told.update(agreement.changed_objects(changes, self.distribution.registry.resolve))
                 self._told |= written.told
-            counts = self._meet_machines(own, counts_here) if syncs else self._counts_alone(counts_here)
-            return Call(
-                Step(self._num_runs, counts, syncs, sums=self not in context.state.held_back), seed, changes, written
-            )
+            if self._num_alone + len(counts_here) >= self._recipe.sync.every:  # machines agree in one of the steps
+                counts = self._meet_machines(own, counts_here)
+            else:
+                counts = [each and self._recipe.counts_alone(each) for each in counts_here]
+            sums = self not in context.state.held_back
+            steps = tuple(Step(self._num_steps + place, each, sums) for place, each in enumerate(counts, start=1))
+            return Call(steps, self._num_alone, self._nonfinite.num_in_a_row, seed, changes, written)
         except BaseException:
             self.distribution.forget_state(own)  # some of what was found may count as told
             raise
@@ -246,22 +261,16 @@ class LocalReplicas(Driver):
             )
         self.agree()
 
-    def _meet_machines(self, own: Replica, counts_here: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """Begins a step in all machines at once; how many examples each replica of all of them has."""
+    def _meet_machines(
+        self, own: Replica, counts_here: Sequence[tuple[int, ...] | None]
+    ) -> Sequence[tuple[int, ...] | None]:
+        """Begins steps in all machines at once; how many examples each replica of all of them has in each."""
         told, self._told = self._told, {}
         wrote = own.copies.take_wrote()
-        counts, writer = self._workers.meet(self._num_runs, counts_here, wrote, told)
+        counts, writer = self._workers.meet(self._num_steps + 1, counts_here, wrote, told)
         if writer is not None:
             own.copies.take_from(writer, wrote=wrote)
         return counts
-
-    def _counts_alone(self, counts_here: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """The same where machines do not meet before this step: others are taken to have about as many."""
-        if counts_here is None or self._workers.size == 1:
-            return counts_here
-        first, like_here = self._recipe.first, max(1, round(sum(counts_here) / len(counts_here)))
-        last = self._recipe.total - first - len(counts_here)
-        return (*[like_here] * first, *counts_here, *[like_here] * last)
 
     def tell_others(self, error: BaseException) -> None:
         """Tells other machines that this program cannot go on."""
@@ -286,7 +295,8 @@ class LocalReplicas(Driver):
     def _forget_results(self, answers: Sequence[Any]) -> None:
         """Lets replicas drop what they keep for results that nobody will get."""
         for rank, answer in enumerate(answers, start=1):
-            for leaf in _tree.leaves(answer.result if isinstance(answer, child_calls.Answer) else None):
+            done = answer.done if isinstance(answer, child_calls.Answer) else ()
+            for leaf in _tree.leaves([each.result for each in done]):
                 if isinstance(leaf, per_replica.Remote):
                     self._unwanted.append((rank, leaf.number))
 
@@ -308,12 +318,13 @@ class LocalReplicas(Driver):
             with self.with_workers():
                 raise differ
 
-    def _send(self, call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _send(self, call: Call, function: Callable[..., Any], arguments: StepArguments) -> None:
         """Sends every child its part of a run; what cannot be sent is an error before anything runs."""
-        delivery = self._captured.prepare(function, args, tuple(kwargs.values()), tuple(call.changes.values()))
-        parts = [per_replica.select((args, kwargs), rank, sent=True) for rank in range(1, len(self._devices))]
-        given = {id(each) for each in _tree.leaves(parts) if isinstance(each, torch.Tensor)}
-        of_batches = given - {id(each) for each in _tree.leaves((args, kwargs))}
+        roots = arguments.args, tuple(arguments.kwargs.values()), arguments.batches
+        delivery = self._captured.prepare(function, *roots, tuple(call.changes.values()))
+        parts = [arguments.part(rank, sent=True) for rank in range(1, len(self._devices))]
+        given = {id(each) for part in parts for each in part.leaves() if isinstance(each, torch.Tensor)}
+        of_batches = given - {id(each) for each in arguments.leaves()}
         unwanted = self._unwanted[:]
         del self._unwanted[: len(unwanted)]
         try:
@@ -321,7 +332,7 @@ class LocalReplicas(Driver):
                 child_calls.run,
                 [
                     (
-                        *(self.key, call, function, *part, delivery),
+                        *(self.key, call, function, part, delivery),
                         [number for owner, number in unwanted if owner == rank],
                     )
                     for rank, part in enumerate(parts, start=1)
@@ -359,7 +370,7 @@ class LocalReplicas(Driver):
     def _connect(self, own: Replica) -> None:
         """Connects the replicas, where they do not share all memory and are not connected yet."""
         if own.copies.link is not None and not own.copies.link.connected:
-            with self._or_end():
+            with self._or_end(), self._ended_by_children(own):
                 lasting = self._started if own.device.type != "cpu" else None  # NCCL needs the file while it lives
                 connect(self._group, self.key, own.copies.link, lasting)
 
@@ -378,16 +389,16 @@ class LocalReplicas(Driver):
         interrupts: Interrupts,
         call: Call,
         function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[BaseException | None, Any]:
+        arguments: StepArguments,
+    ) -> tuple[BaseException | None, list[Done]]:
+        part = arguments.part(0)
         try:
             pinning = pinned(self._devices[0]) if len(self._devices) > 1 else contextlib.nullcontext()
             numbers = self._random_numbers.of_replica(call.seed)
             with interrupts.allowed(), pinning, numbers, at_home(self._devices[0], self.tenant, own.global_rank):
-                return None, own.run(call, function, per_replica.select(args, 0), per_replica.select(kwargs, 0))
+                return None, own.run(call, function, part, per_replica.kept_result)
         except PeerAborted:
-            return None, None
+            return None, []
         except Fatal as fatal:
             self._note_torn(own, fatal.error)
             self.end(fatal.error)
@@ -395,12 +406,26 @@ class LocalReplicas(Driver):
         except BaseException as error:
             self._note_torn(own, error)
             self._abort(own)  # also if it came before the function began
-            return error, None
+            return error, []
+        finally:
+            arguments.under_way = part.under_way
 
     def _note_torn(self, own: Replica, error: BaseException) -> None:
         """Says so where a call ended in the middle of an update; else all have the state of the last whole step."""
         if own.is_between_steps:
             error.add_note(losses.TORN)
+
+    @contextlib.contextmanager
+    def _ended_by_children(self, own: Replica) -> Iterator[None]:
+        """A block in which the failure of a child ends the waits of all.
+
+        The child cannot do it itself before it has begun to run, or where it shares no memory with the others.
+        """
+        self._group.on_failure = lambda *_: self._abort(own)
+        try:
+            yield
+        finally:
+            self._group.on_failure = _nothing
 
     def _abort(self, own: Replica) -> None:
         """Ends the waits of all replicas in a run that has failed."""

@@ -6,12 +6,13 @@ join results. All of it goes over one connection between the first replicas (`be
 also the one that gradients take.
 """
 
+import itertools
 import json
 import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import final
+from typing import TypeAlias, final
 
 import torch
 
@@ -39,6 +40,9 @@ from stratagem.errors import (
 from stratagem.objects.per_replica import PerReplica, as_tensors
 from stratagem.variables import agreement
 
+Counts: TypeAlias = tuple[int, ...] | None
+"""How many examples replicas have in a step; `None` if they are not on a distributed batch."""
+
 _NO_COUNTS = -1
 _LOOK_S = 0.02
 _LINGER_S = 5.0
@@ -55,8 +59,8 @@ class Alone:
     fatal: Callable[[Exception], BaseException]
 
     def meet(
-        self, number: int, counts: tuple[int, ...] | None, wrote: bool, told: agreement.Told
-    ) -> tuple[tuple[int, ...] | None, int | None]:
+        self, number: int, counts: Sequence[Counts], wrote: bool, told: agreement.Told
+    ) -> tuple[Sequence[Counts], int | None]:
         return counts, None
 
     def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str], settings: Sequence[str]) -> None:
@@ -132,21 +136,22 @@ class Workers:
         return sum(self.sizes[: self.rank])
 
     def meet(
-        self, number: int, counts: tuple[int, ...] | None, wrote: bool, told: agreement.Told
-    ) -> tuple[tuple[int, ...] | None, int | None]:
-        """Begins a run in all workers.
+        self, number: int, counts: Sequence[Counts], wrote: bool, told: agreement.Told
+    ) -> tuple[Sequence[Counts], int | None]:
+        """Begins a run in all workers, of as many steps as all of them have.
 
         Args:
-            number: Which run.
-            counts: How many examples each replica of this worker has.
+            number: Which run: the number of its first step.
+            counts: For each step, how many examples each replica of this worker has.
             wrote: Whether the last run wrote to parameters here, other than by updates.
             told: What the program has changed since.
         Returns:
-            How many examples each replica of all workers has, and the first worker where the last run wrote.
+            For each step, how many examples each replica of all workers has; and the first worker where the last run
+            wrote.
         """
         self._doing = f"begin run {number}"
-        sent = [number, *([_NO_COUNTS] if counts is None else counts), int(wrote), agreement.total(told)]
-        rows = self._exchange("strategy.run", sent)
+        here = [count for each in counts for count in each or [_NO_COUNTS] * self.sizes[self.rank]]
+        rows = self._exchange("strategy.run", [number, *here, int(wrote), agreement.total(told)])
         changes = {row.pop() for row in rows}
         writers = [rank for rank, row in enumerate(rows) if row.pop()]
         self._doing = f"finish run {number}"
@@ -156,18 +161,21 @@ class Workers:
                 + ", ".join(f"{name} in run {row[0]}" for name, row in zip(self._names, rows, strict=True))
                 + "; call run equally often in every worker"
             )
-        if len({row[1] == _NO_COUNTS for row in rows}) > 1:
-            having = [name for name, row in zip(self._names, rows, strict=True) if row[1] != _NO_COUNTS]
-            raise WorkerError(
-                f"only {', '.join(having)} began run {number} with a distributed batch; use strategy.distribute in "
-                f"every worker alike"
-            )
+        by_step = list(
+            zip(*(_in_rows(row[1:], size) for row, size in zip(rows, self.sizes, strict=True)), strict=False)
+        )
+        for place, step in enumerate(by_step):
+            if len({each[0] == _NO_COUNTS for each in step}) > 1:
+                having = [name for name, each in zip(self._names, step, strict=True) if each[0] != _NO_COUNTS]
+                raise WorkerError(
+                    f"only {', '.join(having)} began run {number + place} with a distributed batch; use "
+                    f"strategy.distribute in every worker alike"
+                )
         if len(changes) > 1:
-            everyones = self.between.exchange("compare changes", json.dumps(told).encode())
-            raise WorkerError(agreement.difference(number, self._names, [json.loads(each) for each in everyones]))
-        return None if counts is None else tuple(count for row in rows for count in row[1:]), writers[
-            0
-        ] if writers else None
+            theirs = self.between.exchange("compare changes", json.dumps(told).encode())
+            raise WorkerError(agreement.difference(number, self._names, [json.loads(each) for each in theirs]))
+        everyones = [None if each[0][0] == _NO_COUNTS else tuple(itertools.chain(*each)) for each in by_step]
+        return everyones, writers[0] if writers else None
 
     @torch.no_grad()
     def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str], settings: Sequence[str]) -> None:
@@ -359,3 +367,7 @@ def _unpack(packed: bytes) -> tuple[list[torch.Tensor], list[int], bool]:
         tensors.append(torch.frombuffer(own, dtype=empty.dtype).view(shape) if empty.nbytes else empty)
         counts.append(count)
     return tensors, counts, bool(has_counts)
+
+
+def _in_rows(numbers: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]

@@ -33,7 +33,7 @@ class NonFinite:
 
     def __init__(self, on_nonfinite: str) -> None:
         self._on_nonfinite = on_nonfinite
-        self._num_in_a_row = 0
+        self.num_in_a_row = 0
 
     def judge(self, skipped: Sequence[tuple[int, str]], *, updated: bool, run_number: int) -> None:
         """Warns of an update that was skipped in a run, or raises.
@@ -44,17 +44,22 @@ class NonFinite:
             run_number: Which run it was.
         """
         if not skipped:
-            self._num_in_a_row = 0 if updated else self._num_in_a_row
+            self.num_in_a_row = 0 if updated else self.num_in_a_row
             return
-        self._num_in_a_row += 1
+        self.num_in_a_row += 1
         where = "; ".join(f"replica {rank}, first in {label!r}" for rank, label in skipped)
         text = f"non-finite gradient in {where}, run {run_number}; update skipped"
-        if self._on_nonfinite == "raise" or self._num_in_a_row >= _MAX_IN_A_ROW:
+        if is_too_many(self.num_in_a_row, self._on_nonfinite):
             raise NonFiniteGradientError(
-                f"{text}. It was number {self._num_in_a_row} in a row; lower the learning rate, clip gradients, or "
+                f"{text}. It was number {self.num_in_a_row} in a row; lower the learning rate, clip gradients, or "
                 f"look at the data of that run"
             )
-        warn_caller(f"{text} ({self._num_in_a_row} of {_MAX_IN_A_ROW} allowed in a row)", StratagemWarning)
+        warn_caller(f"{text} ({self.num_in_a_row} of {_MAX_IN_A_ROW} allowed in a row)", StratagemWarning)
+
+
+def is_too_many(num_in_a_row: int, on_nonfinite: str) -> bool:
+    """Whether training ends with so many updates in a row that were skipped."""
+    return on_nonfinite == "raise" or num_in_a_row >= _MAX_IN_A_ROW
 
 
 @final

@@ -52,22 +52,28 @@ class RandomNumbers:
     Args:
         replica: The number of that replica among those of all machines.
         apart: Whether it has a stream of its own.
+        on_device: Whether replicas draw on an accelerator, so that the state of the host does not show it.
     """
 
-    def __init__(self, replica: int, *, apart: bool) -> None:
+    def __init__(self, replica: int, *, apart: bool, on_device: bool = False) -> None:
         self._replica = replica
         self._apart = apart
+        self._counts_seeds = apart or on_device
         self._after_run: torch.Tensor | None = None
         self._stream = torch.get_rng_state()
         self._num_seeded = 0
-        if apart:
+        if self._counts_seeds:
             _notice_seeds()
 
     def new_seed(self) -> int | None:
         """A seed for the other replicas whenever the program has drawn or seeded random numbers."""
         state = torch.get_rng_state()
         seeded_anew, self._num_seeded = self._num_seeded != _seeds.number, _seeds.number
-        if not (seeded_anew and self._apart) and self._after_run is not None and torch.equal(state, self._after_run):
+        if (
+            not (seeded_anew and self._counts_seeds)
+            and self._after_run is not None
+            and torch.equal(state, self._after_run)
+        ):
             return None
         return zlib.crc32(state.numpy().tobytes())
 

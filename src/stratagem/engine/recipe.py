@@ -71,6 +71,12 @@ class Recipe:
         """The number of this machine's first replica among all."""
         return sum(self.sizes[: self.machine])
 
+    def counts_alone(self, counts_here: tuple[int, ...]) -> tuple[int, ...]:
+        """How many examples replicas of all machines have, where others are not asked: about as many as these."""
+        like_here = max(1, round(sum(counts_here) / len(counts_here)))
+        last = self.total - self.first - len(counts_here)
+        return (*[like_here] * self.first, *counts_here, *[like_here] * last)
+
     def __post_init__(self) -> None:
         for name, allowed in _OPTIONS.items():
             if getattr(self, name) not in allowed:
@@ -84,13 +90,11 @@ class Step:
     Args:
         number: Which step, from 1.
         counts: How many examples each replica has, on all machines; `None` if they are not on a distributed batch.
-        syncs: Whether replicas that train alone in between agree at its end, if it updates anything.
         sums: Whether its backward passes sum gradients over the replicas.
     """
 
     number: int
     counts: tuple[int, ...] | None
-    syncs: bool = True
     sums: bool = True
 
 
@@ -99,14 +103,18 @@ class Call:
     """What a replica must know of one call of `strategy.run`, besides the function.
 
     Args:
-        step: Its step.
+        steps: Its steps, one after the other.
+        num_alone: How many steps replicas that train alone have taken since they last agreed.
+        num_skipped: How many updates in a row were skipped before it.
         seed: The seed of the controller's random numbers, if it has changed.
         changes: What the controller changed in distributed objects, besides tensors.
         written: The tensors that it wrote to, where they travel by value.
         surroundings: What torch and the process are set to around the call.
     """
 
-    step: Step
+    steps: tuple[Step, ...]
+    num_alone: int
+    num_skipped: int
     seed: int | None
     changes: state_diff.Snapshot
     written: Written
@@ -114,18 +122,29 @@ class Call:
 
     @property
     def number(self) -> int:
-        """Which call, from 1."""
-        return self.step.number
+        """That of its first step."""
+        return self.steps[0].number
 
     def __reduce__(self) -> tuple[Any, ...]:
         # It travels in every run: most often nothing was written, and plain values cost least.
         written = None if self.written == _NOTHING_WRITTEN else self.written
-        step = (self.step.number, self.step.counts, self.step.syncs, self.step.sums)
-        return _rebuilt, (step, self.seed, self.changes, written, state_diff.flattened(self.surroundings))
+        steps = [(each.number, each.counts, each.sums) for each in self.steps]
+        plain = state_diff.flattened(self.surroundings)
+        return _rebuilt, (steps, self.num_alone, self.num_skipped, self.seed, self.changes, written, plain)
 
 
 _NOTHING_WRITTEN = Written()
 
 
-def _rebuilt(step: tuple[Any, ...], seed: int | None, changes: state_diff.Snapshot, written: Any, plain: Any) -> Call:
-    return Call(Step(*step), seed, changes, written or _NOTHING_WRITTEN, state_diff.restored(plain))
+def _rebuilt(
+    steps: list[tuple[Any, ...]],
+    num_alone: int,
+    num_skipped: int,
+    seed: int | None,
+    changes: state_diff.Snapshot,
+    written: Any,
+    plain: Any,
+) -> Call:
+    made = tuple(Step(*each) for each in steps)
+    restored = state_diff.restored(plain)
+    return Call(made, num_alone, num_skipped, seed, changes, written or _NOTHING_WRITTEN, restored)

@@ -10,7 +10,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -28,6 +28,7 @@ from stratagem.engine.context import ReplicaContext
 from stratagem.engine.recipe import Call, Exchange, Recipe, Step
 from stratagem.errors import StrategyError
 from stratagem.objects import new_parts, per_replica
+from stratagem.objects.step_arguments import StepArguments
 from stratagem.placement import home, scopes
 from stratagem.processes.allocator import give_back
 from stratagem.processes.numbered import numbered
@@ -45,7 +46,26 @@ from stratagem.variables.slices import SplitUpdate
 _NUM_EARLY_RUNS = 2
 _UPDATING_FLAG = 7
 _UNSUMMED_FLAG = 10  # and the next: by turns, since a replica may be one update ahead
+_STEP_FLAG = 12  # and the next, likewise: what each replica tells between two steps of a call
+_UNSETTLED, _SKIPPED, _UPDATED = 1, 2, 4  # the parts of that
+_NUMBER_FLAG = 14
 _PASS_OPTIONS = ("retain_graph", "create_graph", "grad_variables", "inputs")  # of torch.autograd.backward
+
+
+class Done(NamedTuple):
+    """What came of one step in one replica.
+
+    Attributes:
+        result: What the function returned.
+        busy_s: How long it computed.
+        skipped: The replicas and parameters whose gradients made it skip an update.
+        updated: Whether it made an update.
+    """
+
+    result: Any
+    busy_s: float
+    skipped: list[tuple[int, str]]
+    updated: bool
 
 
 @final
@@ -100,6 +120,10 @@ class Replica:
         self._num_early_runs = 0
         self.updates: dict[int, SplitUpdate] = {}
         self._step: Step | None = None
+        self.run_number = 0  # that of the call; 0 outside of runs
+        self.num_alone = 0  # steps since replicas that train alone last agreed
+        self._num_skipped = 0  # updates in a row
+        self._num_steps = 0  # that others of the call have followed
         self._depth = 0
         self._syncing = True
         self._given_weight: float | None = None
@@ -109,7 +133,6 @@ class Replica:
         self._has_summed = False
         self.stepped = self.updated = False
         self.unsettled = False
-        self.busy_s = 0.0
         self.update_elsewhere: Callable[[torch.optim.Optimizer], None] | None = None
         backward.install()
         context.open_runtimes.append(self)
@@ -231,13 +254,11 @@ class Replica:
         return self.recipe.first + self.rank
 
     @property
-    def run_number(self) -> int:
-        """Which step this replica is in; 0 outside of runs."""
-        return self._step.number if self._step else 0
-
-    @property
     def _counts(self) -> tuple[int, ...] | None:
-        return self._step.counts if self._step else None
+        counts = self._step.counts if self._step else None
+        if counts is None or self.meets:
+            return counts
+        return self.recipe.counts_alone(counts[self.recipe.first : self.recipe.first + self.recipe.size])
 
     @property
     def all_counts(self) -> tuple[int, ...] | None:
@@ -313,36 +334,77 @@ class Replica:
     @property
     def syncs(self) -> bool:
         """Whether replicas that train alone agree at the end of the step."""
-        return self._step is not None and self._step.syncs
+        return self._step is not None and self.num_alone + 1 >= self.recipe.sync.every
 
     @property
     def meets(self) -> bool:
         """Whether replicas of all machines come together in the step, whatever else they do."""
         return self.recipe.num_machines == 1 or self.syncs
 
-    def run(self, call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the user's function as this replica: one step. A failure ends the waits of the others."""
-        start, waited_s = time.monotonic(), self.signals.waited_s
+    def run(
+        self, call: Call, function: Callable[..., Any], arguments: StepArguments, keep: Callable[[Any], Any]
+    ) -> list[Done]:
+        """Calls the user's function as this replica, once for each step. A failure ends the waits of the others.
+
+        Args:
+            call: Its steps.
+            function: The function.
+            arguments: What each step is given.
+            keep: Makes of what a step returned what later steps do not change.
+        Returns:
+            What came of the steps; of fewer than the call has if too many updates were skipped.
+        """
+        self.run_number, self.num_alone, self._num_skipped = call.number, call.num_alone, call.num_skipped
+        self._num_steps = 0
         self.signals.enter(call.number)
         context.state.replicas.append(ReplicaContext(self.global_rank, self.collective, self.strategy, replica=self))
         context.current_runs.append(self)
+        done: list[Done] = []
         try:
-            result = self._one_step(call.step, function, args, kwargs)
-            self.busy_s = time.monotonic() - start - (self.signals.waited_s - waited_s)
+            for place, step in enumerate(call.steps):
+                arguments.under_way = place
+                self.signals.put_flag(_NUMBER_FLAG, step.number)
+                start, waited_s = time.monotonic(), self.signals.waited_s
+                result = self._one_step(step, function, *arguments.of(place))
+                busy_s = time.monotonic() - start - (self.signals.waited_s - waited_s)
+                done.append(Done(keep(result), busy_s, self._take_skipped(), self.updated))
+                if self.stepped:
+                    self.num_alone = 0 if self.syncs else self.num_alone + 1
+                if step is not call.steps[-1] and not self._goes_on(done[-1]):
+                    break
             self.signals.leave()
         except BaseException as error:
+            # Another replica may have gone on to the next step before this one has noticed that it can.
+            arguments.under_way = max(self.signals.flags(_NUMBER_FLAG)) - call.number
             if not isinstance(error, PeerAborted):
                 self.signals.abort()
             raise
         finally:
-            self._step = None  # it leads to what the program has
+            self._step, self.run_number = None, 0  # a step leads to what the program has
             self.signals.enter(0)  # who meets after the run waits for those that have left it
             context.current_runs.pop()
             context.state.replicas.pop()
-        if self._num_early_runs:
-            self._num_early_runs -= 1
-            give_back()
-        return result
+        return done
+
+    def _goes_on(self, done: Done) -> bool:
+        """Ends a step that another of the call follows: what the controller does between two calls, all do here.
+
+        They also wait for each other, so that after a failure all have the state of the step before.
+
+        Returns:
+            Whether the next step begins; the same in all replicas.
+        """
+        told = _UNSETTLED * self.unsettled | _SKIPPED * bool(done.skipped) | _UPDATED * done.updated
+        self._num_steps += 1
+        with self.signals.meeting_for(Purpose.END):
+            everyones = self.signals.exchange_flag(_STEP_FLAG + self._num_steps % 2, told)
+            self.copies.settle_before_next(unsettled=any(each & _UNSETTLED for each in everyones))
+        if any(each & _SKIPPED for each in everyones):
+            self._num_skipped += 1
+            return not notices.is_too_many(self._num_skipped, self.recipe.on_nonfinite)
+        if everyones[0] & _UPDATED:
+            self._num_skipped = 0
+        return True
 
     def _one_step(self, step: Step, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """From the batch to the state after the update: load, compute, agree."""
@@ -368,6 +430,9 @@ class Replica:
                 self.sum_set_gradients()
             agrees = self.recipe.total > 1 or not self.recipe.sync.sums_gradients
             self.unsettled = agrees and self.sync.end_step()
+        if self._num_early_runs:
+            self._num_early_runs -= 1
+            give_back()
         return result
 
     @contextlib.contextmanager
@@ -533,14 +598,25 @@ class Replica:
         """Whether a call ended while replicas updated parameters, so that some may be of the step and some not."""
         return any(self.signals.flags(_UPDATING_FLAG))
 
-    def take_skipped(self) -> list[tuple[int, str]]:
-        """The replicas and parameters whose gradients made this run skip an update."""
+    def _take_skipped(self) -> list[tuple[int, str]]:
+        """The replicas and parameters whose gradients made this step skip an update."""
         skipped, self._skipped = self._skipped, []
         return skipped
 
     def publish_written(self) -> None:
         """Makes parameters that the program changed in place, the same in every replica, everyone's."""
         self.copies.publish_written()
+
+    @property
+    def writes_once(self) -> bool:
+        """Whether variables lie once: what replica 0 writes to them, all have when it is published."""
+        return self.recipe.exchange is Exchange.SHARED_MEMORY
+
+    def note_agreed(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Takes what all replicas have just written to parameters, each the same, as what they agree on."""
+        if not self.recipe.sync.sums_gradients:
+            chosen = {id(each) for each in parameters}
+            self.sync.take_written([name for name, each in self.copies.ledger.parameters() if id(each) in chosen])
 
     def share_from_first(self, parameters: Sequence[torch.Tensor]) -> None:
         """Gives all replicas what replica 0 alone has written to parameters; every one must come here."""

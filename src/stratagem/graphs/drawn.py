@@ -124,7 +124,7 @@ class DrawnNumbers:
         overload = recording_rules.functional(function)
         if not isinstance(target, torch.Tensor) or overload is None or _torch.is_view(target):
             result = function(*args, **kwargs)
-            for each in _written(function, args, kwargs):
+            for each in recording_rules.written(function, args, kwargs):
                 self._places[each] = None
                 base = _torch.base_of(each)
                 if base is not None:
@@ -151,14 +151,6 @@ class DrawnNumbers:
 
 def _is_random(function: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in function.tags
-
-
-def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that a call writes into."""
-    for index, argument in enumerate(_torch.schema_of(function).arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from (each for each in _tree.leaves(given) if isinstance(each, torch.Tensor))
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -157,8 +157,8 @@ class GraphRecorder:
 
     def _at_once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What concerns only tensors of the program; those that it makes belong where the scopes are now."""
-        writes = _torch.schema_of(function).is_mutable
-        if writes and not (isinstance(args[0], torch.Tensor) and args[0] in self._born):
+        written = [*recording_rules.written(function, args, kwargs)]
+        if written and not any(each in self._born for each in written):
             return function(*args, **kwargs)  # into what was there before: weights, buffers, data
         result = self.drawn.run(function, args, kwargs)
         if function not in recording_rules.SAME or args[0] in self._born:  # `parameter.data` is the parameter's memory

@@ -4,11 +4,12 @@ Tables and look-ups only; `recorder` acts on them.
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
 
-from stratagem import _torch
+from stratagem import _torch, _tree
 from stratagem.placement.names import type_of
 
 _aten: Final = torch.ops.aten
@@ -82,6 +83,14 @@ def put_back(function: Any, args: tuple[Any, ...], whole: torch.Tensor, part: to
 def defaults_after(function: Any, num_given: int) -> list[Any]:
     """What an operation takes for the arguments without names that a call leaves out."""
     return [each.default_value for each in _torch.schema_of(function).arguments[num_given:] if not each.kwarg_only]
+
+
+def written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a call writes into."""
+    for index, argument in enumerate(_torch.schema_of(function).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from (each for each in _tree.leaves(given) if isinstance(each, torch.Tensor))
 
 
 @functools.cache

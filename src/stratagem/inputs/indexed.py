@@ -162,6 +162,7 @@ class _Epoch(Pass):
     """One pass over the data."""
 
     def __init__(self, owner: DistributedLoader, number: int) -> None:
+        super().__init__(owner.host)
         self._owner = owner
         self._number = number
         self._open = True
@@ -172,7 +173,8 @@ class _Epoch(Pass):
         self._seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
         self._num_read = 0
         self._window: deque[tuple[int, list[Indices], tuple[int, ...]]] = deque()
-        self._num_ahead = owner.source.num_ahead if _may_read_ahead(owner.loader) else 0
+        self._reads_ahead = _may_read_ahead(owner.loader)
+        self._num_ahead = owner.source.num_ahead if self._reads_ahead else 0
         if owner.source.num_workers:
             self._fill(self._num_ahead)
 
@@ -180,12 +182,22 @@ class _Epoch(Pass):
         return self
 
     def __next__(self) -> Any:
+        try:
+            return self.draw()
+        except StopIteration:
+            self.close()
+            raise
+
+    def prepare(self) -> None:
+        if self._reads_ahead and self._open:
+            self._fill(1)
+
+    def draw(self) -> Any:
         if not self._open:
             raise StopIteration
-        self._owner.host.require_usable()
+        self.host.require_usable()
         self._fill(1)
         if not self._window:
-            self.close()
             raise StopIteration
         number, parts, counts = self._window.popleft()
         self._fill(self._num_ahead)
@@ -208,7 +220,6 @@ class _Epoch(Pass):
         return False
 
     def close(self) -> None:
-        """Ends the epoch in all replicas."""
         if self._open:
             self._open = False
             portions.release(self._owner.key, self._number)

@@ -65,7 +65,7 @@ class OwnData(StaysHere):
         self._host = host
 
     def __iter__(self) -> Iterator[Any]:
-        return Batches(self._together(), self._host)
+        return Batches(self._together(), self._host, meets_others=True)
 
     def _together(self) -> Generator[Any]:
         batches, last = iter(self._batches), None

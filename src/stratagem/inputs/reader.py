@@ -6,6 +6,7 @@ what it leaves behind in the children is noted here and sent with a later call.
 
 import itertools
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, final
@@ -103,7 +104,27 @@ class Optional:
 
 
 class Pass(StaysHere, Iterator[Any]):
-    """One pass over distributed batches."""
+    """One pass over distributed batches.
+
+    Args:
+        host: The strategy.
+        meets_others: Whether all programs that train together come together for each batch.
+    """
+
+    def __init__(self, host: InputHost, *, meets_others: bool = False) -> None:
+        self.host = host
+        self.meets_others = meets_others
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the pass, in all replicas."""
+
+    def prepare(self) -> None:  # most read when they are asked
+        """Draws the random numbers that belong to the pass and not to a batch."""
+
+    def draw(self) -> Any:
+        """The next batch; `StopIteration` after the last, without an end of the pass: some may not be loaded yet."""
+        return next(self)
 
     def get_next(self) -> Any:
         """The next batch, in TensorFlow's word; `StopIteration` after the last."""
@@ -121,21 +142,21 @@ class Batches(Pass):
     Args:
         batches: The pass.
         host: The strategy.
+        meets_others: Whether all programs that train together come together for each batch.
     """
 
-    def __init__(self, batches: Generator[Any], host: InputHost) -> None:
+    def __init__(self, batches: Generator[Any], host: InputHost, *, meets_others: bool = False) -> None:
+        super().__init__(host, meets_others=meets_others)
         self._batches = batches
-        self._host = host
 
     def __iter__(self) -> "Batches":
         return self
 
     def __next__(self) -> Any:
-        self._host.require_usable()
+        self.host.require_usable()
         return next(self._batches)
 
     def close(self) -> None:
-        """Ends the pass."""
         self._batches.close()
 
 

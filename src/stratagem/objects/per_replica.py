@@ -195,6 +195,17 @@ def pack_result(result: Any, kept: Any) -> Any:
     return _tree.map(pack, result)
 
 
+def kept_result(result: Any) -> Any:
+    """What a function returned in this process, as later steps do not change it."""
+
+    def keep(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return value if value.base is None else value.copy()
+        return _as_it_is_now(value) if isinstance(value, torch.Tensor) else value
+
+    return _tree.map(keep, result)
+
+
 def join_results(
     results: Sequence[Any],
     counts: tuple[int, ...] | None,
@@ -205,14 +216,13 @@ def join_results(
     """Turns the results of all replicas, of equal structure, into one structure of per-replica values.
 
     Args:
-        results: What each replica returned, packed.
+        results: What each replica returned, packed (`pack_result`) or kept (`kept_result`).
         counts: How many examples each replica had.
         fetch: Brings a value that stayed in its replica, by rank and number.
         forget: Told of a value that nobody will ask for any more, likewise; lives as long as the value.
         in_turn: A block in which one thread at a time fetches.
     """
-    own = _tree.map(_kept, results[0])
-    flat = [_tree.flatten(result) for result in (own, *results[1:])]
+    flat = [_tree.flatten(result) for result in results]
     for rank, (_, structure) in enumerate(flat):
         if structure != flat[0][1]:
             raise StrategyError(
@@ -458,13 +468,6 @@ def _is_held_elsewhere(value: torch.Tensor) -> bool:
         return False
     # A tensor of its own has the only count but that of the object that is asked.
     return value.requires_grad or _torch.num_storage_users(value) > 2
-
-
-def _kept(value: Any) -> Any:
-    """A result of this process that later runs do not change."""
-    if isinstance(value, np.ndarray):
-        return value if value.base is None else value.copy()
-    return _as_it_is_now(value) if isinstance(value, torch.Tensor) else value
 
 
 def _is_ordinary(value: torch.Tensor) -> bool:

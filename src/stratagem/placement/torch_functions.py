@@ -4,6 +4,7 @@ Pure: from a function to its `FunctionKind`, remembered. What is done about each
 """
 
 import enum
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,7 +77,7 @@ _HOST_MAKERS = frozenset(("as_tensor", "asarray", "from_numpy", "from_file", "fr
 _KNOWN: dict[Any, FunctionKind] = {
     torch.Tensor.grad.__get__: FunctionKind.READ_GRADIENT,  # type: ignore[union-attr]
     torch.autograd.grad: FunctionKind.GRADIENTS,
-    torch.Tensor.to: FunctionKind.CAST,
+    inspect.unwrap(torch.Tensor.to): FunctionKind.CAST,  # strict devices put a function of theirs around it
     torch.Tensor.cpu: FunctionKind.TO_HOST,
     torch.Tensor.cuda: FunctionKind.TO_ACCELERATOR,
     torch.Tensor.xpu: FunctionKind.TO_ACCELERATOR,

@@ -27,6 +27,8 @@ import numpy as np
 import torch
 
 from stratagem import _torch
+from stratagem.devices.strict.backend import strict_device
+from stratagem.devices.strict.streams import TORCH_TYPE
 from stratagem.errors import StratagemError, StrategyError
 from stratagem.processes.region import Region
 
@@ -172,8 +174,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
             return types.CellType, (), *content
         if type(obj) is functools._lru_cache_wrapper and travels_by_value(obj.__wrapped__):
             return _cache, (obj.__wrapped__, tuple(obj.cache_parameters().values()))
-        if type(obj) in _LOCKS:
-            return _LOCKS[type(obj)], ()  # it guards what is in one process
+        if type(obj) in _WAYS:
+            return _WAYS[type(obj)](obj)
         if isinstance(obj, ModuleType):
             if travels_by_value(obj):
                 return self._reduce_module(obj)
@@ -339,7 +341,17 @@ def _fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
     cell.cell_contents = content[0]
 
 
-_LOCKS: dict[type, Callable[[], Any]] = {type(make()): make for make in (threading.Lock, threading.RLock)}
+def _reduce_device(device: torch.device) -> Any:
+    """The other side may not know strict devices yet."""
+    return (strict_device, (device.index,)) if device.type == TORCH_TYPE else NotImplemented
+
+
+# A lock guards what is in one process.
+_WAYS: dict[type, Callable[[Any], Any]] = {
+    torch.device: _reduce_device,
+    type(threading.Lock()): lambda _: (threading.Lock, ()),
+    type(threading.RLock()): lambda _: (threading.RLock, ()),
+}
 
 
 def _build_optimizer(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> torch.optim.Optimizer:

@@ -17,6 +17,7 @@ from stratagem.engine import context
 from stratagem.engine.context import ReplicaContext
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
+from stratagem.objects.step_arguments import StepArguments
 from stratagem.placement import scopes
 from stratagem.placement.home import at_home, compute
 from stratagem.placement.residence import Tenant
@@ -38,20 +39,22 @@ class _Alone(Strategy):
     def replicas_here(self) -> range:
         return range(1)
 
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def _run(self, fn: Callable[..., Any], arguments: StepArguments) -> list[Any]:
         """Calls `fn` here; returns what it returns."""
-        self.require_usable()
-        context.require_controller("strategy.run()")
-        self.require_call(fn, args, kwargs)
-        arguments, keywords = per_replica.load_deferred(
-            (per_replica.select(tuple(args), 0), per_replica.select(dict(kwargs or {}), 0))
-        )
-        context.state.replicas.append(ReplicaContext(0, OneReplica(), self))
-        try:
-            with self._at_home(), scopes.recording():
-                return compute(fn, arguments, keywords, ())
-        finally:
-            context.state.replicas.pop()
+        part, results = arguments.part(0), []
+        for step in range(len(arguments)):
+            arguments.under_way = step
+            args, kwargs = per_replica.load_deferred(part.of(step))
+            context.state.replicas.append(ReplicaContext(0, OneReplica(), self))
+            try:
+                with self._at_home(), scopes.recording():
+                    results.append(self._compute(fn, args, kwargs))
+            finally:
+                context.state.replicas.pop()
+        return results
+
+    def _compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return compute(function, args, kwargs, ())
 
     def _at_home(self) -> contextlib.AbstractContextManager[None]:
         """A block of the replica, whose tensors are on the device."""
@@ -106,6 +109,13 @@ class OneDeviceStrategy(_Alone):
     @property
     def devices(self) -> tuple[LogicalDevice, ...]:
         return (self._device,)
+
+    def _compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As in any replica: what a step takes comes to its device, what it gives to the program."""
+        device = self._device.torch_device
+        args, kwargs = per_replica.brought((args, kwargs), device, computes_on=device)
+        result = compute(function, args, kwargs, ())
+        return per_replica.brought(result, torch.device("cpu"), computes_on=device)
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Self]:

@@ -33,6 +33,7 @@ from stratagem.engine.recipe import Recipe
 from stratagem.engine.served_variables import ServedVariables
 from stratagem.errors import StratagemWarning, StrategyError
 from stratagem.objects import per_replica
+from stratagem.objects.step_arguments import StepArguments
 from stratagem.objects.tracking import Tracker
 from stratagem.parameters import staleness
 from stratagem.parameters.network.client.parameter_client import ParameterClient
@@ -259,28 +260,26 @@ class ClusterTask(Strategy):
         with self._in_scope(), self._tracker.watch(), placed:
             yield self
 
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Calls `fn` in this task, with its part of distributed values; returns what it returns."""
-        self.require_usable()
-        context.require_controller("strategy.run()")
-        self.require_call(fn, args, kwargs)
+    def _run(self, fn: Callable[..., Any], arguments: StepArguments) -> list[Any]:
+        """Calls `fn` in this task, with its part of distributed values: one step, which is weighed."""
         with self._turn.taken("strategy.run()"):
-            return self._run(fn, tuple(args), dict(kwargs or {}))
+            return self._one_step(fn, arguments.first(1))
 
-    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _one_step(self, fn: Callable[..., Any], arguments: StepArguments) -> list[Any]:
         self._begin()
         self._has_run = True
-        counts = per_replica.counts_of(args, kwargs)
+        (counts,) = arguments.counts()
         if self._variables is not None:
             self._variables.weight = sum(counts) if counts else 1
         if self._replicas is not None:
-            return self._replicas.run(fn, args, kwargs)
-        arguments, keywords = per_replica.load_deferred((per_replica.select(args, 0), per_replica.select(kwargs, 0)))
+            return self._replicas.run(fn, arguments)
+        arguments.under_way = 0
+        args, kwargs = per_replica.load_deferred(arguments.part(0).of(0))
         share = 0.0 if counts is not None and not counts[0] else 1.0 / self.num_replicas_in_sync
         own = ReplicaContext(self.global_rank, OneReplica(), self, share=share)
         context.state.replicas.append(own)
         try:
-            return fn(*arguments, **keywords)
+            return [fn(*args, **kwargs)]
         finally:
             context.state.replicas.pop()
 

@@ -25,6 +25,7 @@ from stratagem.engine.recipe import Exchange, Recipe
 from stratagem.engine.sync import SumGradients
 from stratagem.errors import StratagemError, StratagemWarning, StrategyError
 from stratagem.objects.per_replica import PerReplica
+from stratagem.objects.step_arguments import StepArguments
 from stratagem.placement.home import at_home
 from stratagem.processes.region import hidden_pages
 from stratagem.strategies.strategy import Strategy
@@ -106,10 +107,12 @@ class Replicated(Strategy, Generic[D]):
         """Where variables are in the main program; `None` for the memory of the host."""
         return self.devices[0]
 
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        context.require_controller("strategy.run()")
-        self.require_call(fn, args, kwargs)
-        return self._replicas.run(fn, tuple(args), dict(kwargs or {}))
+    def _run(self, fn: Callable[..., Any], arguments: StepArguments) -> list[Any]:
+        return self._replicas.run(fn, arguments)
+
+    @property
+    def _most_steps(self) -> int:
+        return inputs.MOST_STEPS if isinstance(self._replicas, LocalReplicas) else 1
 
     def _hold_back(self) -> contextlib.AbstractContextManager[None]:
         self.require_usable()

@@ -22,6 +22,7 @@ from stratagem.engine.strategy_in_replica import no_sync_here
 from stratagem.errors import PreemptedExit, StrategyError
 from stratagem.objects import per_replica
 from stratagem.objects.per_replica import PerReplica
+from stratagem.objects.step_arguments import StepArguments
 from stratagem.processes.numbered import plain
 
 
@@ -49,17 +50,53 @@ class Strategy(StaysHere, ABC):
     def _opened(self) -> contextlib.AbstractContextManager[Self]:
         """A scope that can be entered once."""
 
-    @abstractmethod
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | inputs.Pass = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        num_steps: int | None = None,
+    ) -> Any:
         """Calls `fn` in every replica, each with its part of distributed values.
 
         Args:
             fn: The function; distributed objects that it uses are the replica's own inside it.
             args: Its arguments; a value made by `distribute` gives each replica its part.
             kwargs: Its keyword arguments.
+            num_steps: Calls `fn` so often, one step after the other, and replicas need not wait for the main program in
+                between. An iterator over distributed data among the arguments stands for its next batch in each step,
+                and `args=iterator` for one whose batches are the arguments; other arguments are the same in all steps.
+                Steps end with the data. The result is that of single runs, to the last bit; a step that fails leaves
+                the state after the one before.
         Returns:
-            What `fn` returned, with a `PerReplica` value in the place of each value.
+            What `fn` returned, with a `PerReplica` value in the place of each value. With `num_steps` a list with that
+            of each step: fewer at the end of the data, and none after it, so that
+            `while results := strategy.run(step, args=(iterator,), num_steps=16)` takes all.
+        Example:
+            >>> import stratagem as sg
+            >>> strategy = sg.OneDeviceStrategy("cpu:0")
+            >>> batches = iter(strategy.distribute([torch.ones(2), torch.ones(3), torch.ones(4)]))
+            >>> strategy.run(len, args=(batches,), num_steps=2)
+            [2, 3]
+            >>> strategy.run(len, args=(batches,), num_steps=2), strategy.run(len, args=(batches,), num_steps=2)
+            ([4], [])
         """
+        context.require_controller("strategy.run()")
+        self.require_usable()
+        self.require_call(fn, args, kwargs, num_steps)
+        if num_steps is None:
+            return self._run(fn, StepArguments(tuple(args), dict(kwargs or {})))[0]
+        return run_steps(self._run, fn, inputs.Drawing(args, dict(kwargs or {}), num_steps), self._most_steps)
+
+    @abstractmethod
+    def _run(self, fn: Callable[..., Any], arguments: StepArguments) -> list[Any]:
+        """Calls a function for some steps, of which the first at least are done when this returns; their results."""
+
+    @property
+    def _most_steps(self) -> int:
+        """How many steps are given to `_run` together."""
+        return 1
 
     @abstractmethod
     def close(self) -> None:
@@ -335,8 +372,10 @@ class Strategy(StaysHere, ABC):
             is_leaf=_is_per_replica,
         )
 
-    def require_call(self, fn: Any, args: Any, kwargs: Any) -> None:
+    def require_call(self, fn: Any, args: Any, kwargs: Any, num_steps: Any = None) -> None:
         """Refuses what is not a function with its arguments, and values of another strategy's replicas."""
+        if num_steps is not None:
+            require_count(num_steps=num_steps)
         if not callable(fn):
             raise StrategyError(f"run calls a function in every replica, got {type(fn).__name__} {fn!r}")
         if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
@@ -344,7 +383,7 @@ class Strategy(StaysHere, ABC):
                 f"run calls a function that has done its work when it returns, got {fn.__name__} with yield or async; "
                 f"return the values, in a list if there are several"
             )
-        if not isinstance(args, tuple | list):
+        if not isinstance(args, tuple | list | inputs.Pass):
             raise StrategyError(
                 f"args is a tuple of arguments, got {type(args).__name__}; write run(step, args=(x, y)), or args=(x,)"
             )
@@ -353,17 +392,34 @@ class Strategy(StaysHere, ABC):
         if kwargs and not all(isinstance(name, str) for name in kwargs):
             raise StrategyError(f"kwargs has the names of arguments as its keys, got {list(kwargs)!r}")
         for each in _tree.leaves((args, kwargs), is_leaf=_is_per_replica):
-            if isinstance(each, inputs.Pass | inputs.Distributed):
+            if isinstance(each, inputs.Distributed):
                 raise StrategyError(
-                    "run takes a batch, and was given distributed data or an iterator over it, which the main program "
-                    "reads; take the batch before: strategy.run(step, args=(next(iterator),)), once for each step"
+                    "run takes a batch or an iterator, and was given distributed data, which begins anew with each "
+                    "iterator; make one before: iterator = iter(data), then strategy.run(step, args=(iterator,), "
+                    "num_steps=16), or args=(next(iterator),) for one step"
                 )
+            if isinstance(each, inputs.Pass):
+                self._require_own(each, num_steps)
             if _is_per_replica(each) and len(each) != len(self.replicas_here):
                 raise StrategyError(
                     f"{type(self).__name__} has {len(self.replicas_here)} replica(s) here, and was given values of a "
                     f"strategy with {len(each)}: rows would be lost or missing; use the strategy whose distribute made "
                     f"the batch, or distribute the data with this one"
                 )
+
+    def _require_own(self, iterator: inputs.Pass, num_steps: int | None) -> None:
+        """Refuses an iterator for which nothing says how many steps it is for, and that of another strategy."""
+        if num_steps is None:
+            raise StrategyError(
+                "run was given an iterator over distributed data, and not told for how many steps; say num_steps=16, "
+                "or take the batch of one step before: strategy.run(step, args=(next(iterator),))"
+            )
+        if iterator.host is not self:
+            raise StrategyError(
+                f"run of {type(self).__name__} was given an iterator over data that another "
+                f"{type(iterator.host).__name__} has distributed; use the strategy whose distribute made it, or "
+                f"distribute the data with this one"
+            )
 
     def __getattr__(self, name: str) -> Any:
         """What is not found otherwise may be called so in TensorFlow."""
@@ -413,6 +469,32 @@ class _Scope(contextlib.ContextDecorator, contextlib.AbstractContextManager[Any]
 
     def __exit__(self, *failure: Any) -> bool | None:
         return self._entered.pop().__exit__(*failure)
+
+
+def run_steps(
+    run: Callable[[Callable[..., Any], StepArguments], list[Any]],
+    fn: Callable[..., Any],
+    drawing: inputs.Drawing,
+    most_steps: int,
+) -> list[Any]:
+    """Runs a function for several steps; returns what it returned in each.
+
+    Args:
+        run: Runs some of the steps.
+        fn: The function.
+        drawing: The steps.
+        most_steps: How many of them `run` is given at once.
+    """
+    results: list[Any] = []
+    for arguments in drawing.calls(most_steps):
+        try:
+            done = run(fn, arguments)
+        except BaseException as error:
+            drawing.name_step(error, arguments.under_way)
+            raise
+        drawing.note_done(len(done))
+        results += done
+    return results
 
 
 def require_adoptable(objects: tuple[Any, ...]) -> None:

@@ -8,8 +8,11 @@ from stratagem import _tensorflow_names
 from stratagem.devices.device import LogicalDevice
 from stratagem.engine import context
 from stratagem.engine.strategy_in_replica import StrategyInReplica
+from stratagem.inputs import Drawing, Pass
 from stratagem.objects import per_replica
+from stratagem.objects.step_arguments import StepArguments
 from stratagem.strategies.one_device import get_strategy
+from stratagem.strategies.strategy import run_steps
 
 # What is about the data and the results of this worker alone; the rest is the main program's.
 _OF_ONE_DEVICE: Final = (
@@ -29,11 +32,19 @@ class StrategyInWorker:
     def __init__(self, device: LogicalDevice) -> None:
         self._in_replica = StrategyInReplica(0, [device], 0, 1)
 
-    def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | Pass = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        num_steps: int | None = None,
+    ) -> Any:
         """Calls `fn` here; returns what it returns."""
-        _of_one_device("require_call", fn, args, kwargs)
-        given = per_replica.load_deferred(per_replica.select((tuple(args), dict(kwargs or {})), 0))
-        return fn(*given[0], **given[1])
+        _of_one_device("require_call", fn, args, kwargs, num_steps)
+        if num_steps is None:
+            return _run(fn, StepArguments(tuple(args), dict(kwargs or {})))[0]
+        return run_steps(_run, fn, Drawing(args, dict(kwargs or {}), num_steps), 1)
 
     def __enter__(self) -> NoReturn:
         self._in_replica.__enter__()
@@ -50,6 +61,12 @@ class StrategyInWorker:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._in_replica, name)
+
+
+def _run(fn: Callable[..., Any], arguments: StepArguments) -> list[Any]:
+    arguments.under_way = 0
+    args, kwargs = per_replica.load_deferred(arguments.part(0).of(0))
+    return [fn(*args, **kwargs)]
 
 
 def _of_one_device(name: str, *args: Any, **kwargs: Any) -> Any:

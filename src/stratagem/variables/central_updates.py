@@ -11,7 +11,7 @@ from typing import Any, cast, final
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stratagem import _torch
+from stratagem import _torch, _tree
 from stratagem.errors import StrategyError
 from stratagem.variables.optimizer_slices import (
     StateElsewhere,
@@ -87,7 +87,7 @@ class CentralUpdate:
         groups = [
             {**group, "params": [self._copy_of(each) for each in group["params"]]} for group in optimizer.param_groups
         ]
-        inner = over(optimizer, groups, {self._copy_of(each): own for each, own in optimizer.state.items()})
+        inner = over(optimizer, groups, {self._copy_of(each): self._here(own) for each, own in optimizer.state.items()})
         for parameter, (copy, _) in self._kept.items():
             copy.grad = None if parameter.grad is None else parameter.grad.to(self._kept_on)
         bare_step(type(optimizer))(inner)
@@ -98,6 +98,14 @@ class CentralUpdate:
                 parameter.copy_(copy)
                 self._kept[parameter] = copy, _torch.version_of(parameter)
                 optimizer.state[parameter] = inner.state[copy]
+
+    def _here(self, state: Any) -> Any:
+        """What is remembered of a parameter, where that is kept: `load_state_dict` puts it where replica 0 computes."""
+        return _tree.map_only(torch.Tensor, self._brought, state)
+
+    def _brought(self, value: torch.Tensor) -> torch.Tensor:
+        counts_on_host = not value.dim() and value.device.type == "cpu"  # as torch keeps the number of steps
+        return value if counts_on_host else value.to(self._kept_on)
 
     def _copy_of(self, parameter: torch.Tensor) -> torch.Tensor:
         copy, version = self._kept.get(parameter, (None, -1))

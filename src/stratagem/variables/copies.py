@@ -144,6 +144,15 @@ class Copies(ABC):
             Whether this replica has still to publish what it wrote, in a meeting of all.
         """
 
+    def settle_before_next(self, *, unsettled: bool) -> None:  # noqa: B027  # most have nothing left to settle
+        """Between two steps of one call: brings parameters that steps wrote to after their last update to one state.
+
+        Every replica must come here.
+
+        Args:
+            unsettled: Whether any replica of this machine has still to publish what it wrote.
+        """
+
     def keep_own(self) -> None:
         """At the end of a step after which replicas stay different: what this one changed is its own."""
         raise NotImplementedError("variables that lie once cannot be different")

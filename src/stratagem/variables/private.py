@@ -82,6 +82,7 @@ class PrivateCopies(Copies):
             placed.append(Given(name, _on_host(tensor), label, is_parameter, tensor.requires_grad))
             if tensor.device != self._runtime.device:
                 tensor.data = tensor.data.to(self._runtime.device)
+                _torch.data_reads.are_known([tensor])
         return [placed]
 
     def build(self, placed: Sequence[Given]) -> dict[int, torch.Tensor]:

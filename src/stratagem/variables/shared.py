@@ -236,6 +236,12 @@ class SharedCopies(Copies):
             self._join_buffers(buffers, share)
         return False
 
+    def settle_before_next(self, *, unsettled: bool) -> None:
+        if unsettled:
+            self.publish_written()
+        if self._runtime.recipe.num_machines > 1 and not self._buffers:  # else `settle` has asked them
+            self._agree_with_machines(False)
+
     def take_wrote(self) -> bool:
         wrote, self._wrote = self._wrote, False
         return wrote

@@ -23,6 +23,7 @@ import stratagem as sg
 from stratagem import _env
 from stratagem.cluster import token as tokens
 from stratagem.cluster.ray import ray_session
+from stratagem.collectives.torch_distributed import TorchDistributed
 from stratagem.errors import (
     ClusterError,
     ClusterResourcesError,
@@ -200,6 +201,24 @@ def test_what_a_replica_prints_and_raises_comes_here_and_the_strategy_goes_on(
     with pytest.raises(StrategyError, match="was closed at"):
         strategy.run(step)
     assert ray_session.load().is_initialized(), "a Ray that was there is left"
+
+
+def test_replica_that_cannot_connect_says_why_at_once(nodes: Any, four_cpus: None) -> None:
+    def cut_off() -> None:
+        if replica() == 1:
+            TorchDistributed.start = no_route  # type: ignore[method-assign]
+        raise ValueError("so that replicas connect anew")
+
+    def no_route(*_: Any) -> None:
+        raise OSError("no route to the others")
+
+    with on_ray() as strategy:
+        with pytest.raises(ValueError, match="connect anew"):
+            strategy.run(cut_off)
+        with pytest.raises(OSError, match="no route to the others"):
+            strategy.run(int)
+        with pytest.raises(StrategyError, match=r"was closed at .* because OSError: no route"):
+            strategy.run(int)
 
 
 def test_training_goes_on_from_its_last_checkpoint_when_an_actor_is_killed(

@@ -336,14 +336,6 @@ def test_data_that_is_already_divided_is_refused(strategy: sg.Strategy) -> None:
         model.fit(loader, verbose=0)
 
 
-def test_several_steps_per_execution_are_refused_as_keras_does(strategy: sg.Strategy) -> None:
-    with strategy.scope():
-        model = functional(steps_per_execution=3)
-    for loop in (model.fit, model.evaluate):
-        with pytest.raises(ValueError, match="`steps_per_execution` must be 1 with the PyTorch backend"):
-            loop(X, Y, batch_size=8, verbose=0)
-
-
 @pytest.mark.filterwarnings("ignore:Do not pass an `input_shape`", "ignore:.*shuffle=True")
 def test_the_example_of_the_notes(strategy: sg.Strategy, capsys: pytest.CaptureFixture[str]) -> None:
     with strategy.scope():

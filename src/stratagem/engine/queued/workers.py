@@ -29,6 +29,7 @@ from stratagem.engine.queued.worker import StepAnswer, StepCall, WorkerSettings
 from stratagem.engine.random_numbers import RandomNumbers
 from stratagem.errors import StratagemError, StrategyError
 from stratagem.objects import per_replica, state_diff
+from stratagem.objects.step_arguments import StepArguments
 from stratagem.objects.tracking import Tracker
 from stratagem.parameters.local.gradient_slots import PER_RUN, Round
 from stratagem.parameters.local.shared_variables import SharedMemoryOfShards
@@ -163,10 +164,10 @@ class ParameterWorkers(Driver):
 
     # Steps
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Gives a step to a worker with room, or one to each where they share a step; waits for room only."""
+    def run(self, function: Callable[..., Any], arguments: StepArguments) -> list[Any]:
+        """Gives each step to a worker with room, or to all where they share a step; waits for room only."""
         with self.in_turn("strategy.run()"), scopes.recording():
-            return self._run(function, args, kwargs)
+            return [self._run(function, *arguments.of(step)) for step in range(len(arguments))]
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.raise_failures()

@@ -4,11 +4,12 @@ Keras' own loop runs in the main program, with its data, callbacks and progress 
 that it calls for each batch is another one: it cuts the global batch and runs the step in every replica.
 """
 
+import collections
 import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import keras
@@ -78,34 +79,38 @@ class _Steps:
         self._model: Any = weakref.ref(model)
         self._strategy = strategy
         self._shares_steps = strategy.num_replicas_in_sync > 1 and strategy.is_in_step
-        self._batch: Any = None
+        # Several machines would give each other all variables after each step.
+        self._loops_in_replicas = self._shares_steps and strategy.input_pipeline[0] == 1
+        self._waiting: collections.deque[Any] = collections.deque()
         self._slices = iter(strategy.distribute(self._batches()))
         self._compiled: steps.Compiled | None = None
         self._seen: Any = None  # `changes.Seen`, with the first step
         self._changed: dict[int, Any] = {}
         self._under_way = pending_steps.UnderWay(strategy)
 
-    def train(self, data: Any) -> Any:
-        """What Keras calls for a batch to train on."""
-        return self._logs("train", data[0])
+    def train(self, data: Sequence[Any]) -> Any:
+        """What Keras calls for batches to train on: `steps_per_execution` of them, fewer at the end of the data."""
+        return self._logs("train", data)
 
-    def test(self, data: Any) -> Any:
-        """What Keras calls for a batch to evaluate."""
-        return self._logs("test", data[0])
+    def test(self, data: Sequence[Any]) -> Any:
+        """What Keras calls for batches to evaluate."""
+        return self._logs("test", data)
 
-    def predict(self, data: Any) -> Any:
-        """What Keras calls for a batch to predict."""
+    def predict(self, data: Sequence[Any]) -> Any:
+        """What Keras calls for batches to predict."""
         self._build(data[0])
-        told = self._run("predict", data[0])
-        if not self._shares_steps:
-            return self._strategy.local_results(told)[0]
-        return self._strategy.gather(told)
+        outputs = [
+            self._strategy.gather(told) if self._shares_steps else self._strategy.local_results(told)[0]
+            for told in self._run("predict", data)
+        ]
+        return outputs[0] if len(outputs) == 1 else keras.tree.map_structure(lambda *each: torch.cat(each), *outputs)
 
-    def _logs(self, kind: str, batch: Any) -> Any:
-        """What a step tells: metrics as they are for all replicas, other numbers as their mean."""
-        model, logs = self._model(), self._run(kind, batch)
+    def _logs(self, kind: str, batches: Sequence[Any]) -> Any:
+        """What the last of some steps tells: metrics as they are for all replicas, other numbers as their mean."""
+        model, told = self._model(), self._run(kind, batches)
         if not self._shares_steps:
-            return self._under_way.logs_after(logs)
+            return [self._under_way.logs_after(each) for each in told][-1]
+        logs = told[-1]
         if isinstance(logs, PerReplica):  # left open by a step of Keras' own
             return model.get_metrics_result()
         return _tree.map_only(PerReplica, self._joined, logs)
@@ -114,20 +119,26 @@ class _Steps:
         is_number = isinstance(log[0], torch.Tensor | np.ndarray | np.number | int | float)
         return self._strategy.reduce("mean", log) if is_number else log[0]
 
-    def _run(self, kind: str, batch: Any) -> Any:
-        """Runs a step on all replicas, and keeps what it changed."""
+    def _run(self, kind: str, batches: Sequence[Any]) -> list[Any]:
+        """Runs a step for each batch on all replicas, and keeps what they changed."""
+        if len(batches) > 1 and not self._loops_in_replicas:
+            return [told for batch in batches for told in self._run(kind, [batch])]
         compiled = self._current()
         if kind != "train":
             self._strategy.synchronize()
-        self._batch = keras.tree.map_structure(lambda each: each if each is None else torch.as_tensor(each), batch)
-        # A program that is not in step with the others has nobody to evaluate or predict the rest of a batch.
-        data = next(self._slices) if kind == "train" or self._strategy.is_in_step else self._batch
-        result = self._strategy.run(steps.step, args=(kind, compiled, data))
-        if self._shares_steps:
-            _, sums = result
-            compiled.state(kind).keep(None if sums[0] is None else self._strategy.reduce("sum", sums))
+        self._waiting = collections.deque(keras.tree.map_structure(_as_tensor, batch) for batch in batches)
+        if len(batches) > 1:
+            results = self._strategy.run(steps.kept_step, args=(kind, compiled, self._slices), num_steps=len(batches))
+        else:
+            # A program that is not in step with the others has nobody to evaluate or predict the rest of a batch.
+            shares = kind == "train" or self._strategy.is_in_step
+            data = next(self._slices) if shares else self._waiting.popleft()
+            results = [self._strategy.run(steps.step, args=(kind, compiled, data))]
+            if self._shares_steps:
+                _, sums = results[0]
+                compiled.state(kind).keep(None if sums[0] is None else self._strategy.reduce("sum", sums))
         self._seen.note()
-        return result[0]
+        return [each[0] for each in results]
 
     def _build(self, batch: Any) -> None:
         """Builds what is not built yet, which `predict` leaves to the first call: replicas would draw other weights."""
@@ -140,7 +151,7 @@ class _Steps:
 
     def _batches(self) -> Iterator[Any]:
         while True:
-            yield self._batch
+            yield self._waiting.popleft()
 
     def _current(self) -> steps.Compiled:
         """The model as it is now; the replicas get it anew if it is not as they have it."""
@@ -160,6 +171,10 @@ class _Steps:
             self._seen.send()
             self._strategy.take([*map(keras_objects.tensor_of, variables), model, self._compiled])
         return self._compiled
+
+
+def _as_tensor(value: Any) -> Any:
+    return None if value is None else torch.as_tensor(value)
 
 
 def _symbolic(value: Any) -> Any:
@@ -207,9 +222,20 @@ def _make_function(kind: str, original: Callable[..., Any], model: Any, force: b
     if getattr(model, name) is None or force:
         differences.refuse(model, strategy)
         steps = _steps_of(model, strategy)
-        original(model, force=True)  # refuses what Keras on torch cannot do
+        with _one_step_per_execution(model):
+            original(model, force=True)  # refuses what Keras on torch cannot do
         setattr(model, name, getattr(steps, kind))
     return getattr(model, name)
+
+
+@contextlib.contextmanager
+def _one_step_per_execution(model: Any) -> Iterator[None]:
+    """A block in which Keras on torch, which has no other number, finds 1: replicas have any."""
+    before, model.steps_per_execution = model.steps_per_execution, 1
+    try:
+        yield
+    finally:
+        model.steps_per_execution = before
 
 
 def _steps_of(model: Any, strategy: Strategy) -> _Steps:

@@ -6,14 +6,14 @@ statistics by their mean; counters are the same in all. The main program, which 
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
 
 from stratagem import _torch
 from stratagem._caller import warn_caller
-from stratagem.engine.context import ReplicaContext
+from stratagem.engine.context import ReplicaContext, current_replica
 from stratagem.errors import StratagemWarning
 from stratagem.training.keras.changes import innermost, kept_by
 from stratagem.training.keras.keras_objects import tensor_of
@@ -125,20 +125,38 @@ class StepState:
         return total if replica.num_examples else torch.zeros_like(total)
 
     @torch.no_grad()
-    def keep(self, sums: torch.Tensor | None) -> None:
+    def keep(self, sums: torch.Tensor | None, is_written: Callable[[Any], bool] = lambda _: True) -> None:
         """In the main program, after a run: gives the variables what came out.
 
         Args:
             sums: What all replicas add to the metrics.
+            is_written: Tells which of them.
         """
         if sums is not None:
             totals = [tensor_of(each) for each in self._sums]
             *parts, differ = torch.split(sums, [*(each.numel() for each in totals), len(self._differs)])
-            for total, part in zip(totals, parts, strict=True):
-                total.add_(part.view(total.shape).to(total))
+            for each, total, part in zip(self._sums, totals, parts, strict=True):
+                if is_written(each):
+                    total.add_(part.view(total.shape).to(total))
             self._say({key for key, number in zip(self._differs, differ.tolist(), strict=True) if number})
         others = [*(each for each, _ in self._joined), *self._seeds, *self._same]
-        _copy([self._own[id(each)] for each in others], [tensor_of(each) for each in others])
+        chosen = [each for each in others if is_written(each)]
+        _copy([self._own[id(each)] for each in chosen], [tensor_of(each) for each in chosen])
+
+    def keep_in_replicas(self, replica: ReplicaContext, sums: torch.Tensor | None) -> None:
+        """In a step: the same, in all replicas; every one must come here.
+
+        Args:
+            replica: This one.
+            sums: What it adds to the metrics.
+        """
+
+        def is_written(variable: Any) -> bool:
+            return replica.writes(tensor_of(variable), adds_up=variable.aggregation == "sum")
+
+        self.keep(None if sums is None else replica.all_reduce("sum", sums), is_written)
+        replica.publish_written()
+        replica.note_agreed([tensor_of(each) for each in self._all()])
 
     def _all(self) -> list[Any]:
         return [*self._sums, *(each for each, _ in self._joined), *self._seeds, *self._same]
@@ -183,6 +201,8 @@ class StepState:
 
     def _say(self, differing: set[int]) -> None:
         """Tells once of integers that replicas have changed differently."""
+        if (replica := current_replica()) is not None and not replica.is_in_main_program:
+            return
         for each, _ in self._joined:
             if id(each) in differing - self._said:
                 self._said.add(id(each))

@@ -105,6 +105,14 @@ def step(kind: str, compiled: Compiled, data: Any) -> tuple[Any, torch.Tensor | 
     return told, state.sums(replica)
 
 
+def kept_step(kind: str, compiled: Compiled, data: Any) -> tuple[Any, None]:
+    """The same where others follow before the main program comes to it: replicas keep themselves what it changed."""
+    told, sums = step(kind, compiled, data)
+    if (replica := current_replica()) is not None:
+        compiled.state(kind).keep_in_replicas(replica, sums)
+    return told, None
+
+
 def _as_logs(told: Any) -> Any:
     """What a step returned, with the values of variables as they are now."""
     return _tree.map_only(Variable, lambda each: tensor_of(each).detach().clone(), told)

@@ -1,0 +1,1 @@
+"""Simulated accelerators that are devices of torch's own: strict devices."""
