@@ -4,9 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.ready-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak test-keras test-busy check format bench clean
+.PHONY: help setup demo test soak test-keras test-busy test-docs docs docs-serve check format bench clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 11
@@ -18,6 +19,10 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV): about a minute, once, and again when its requirements change"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(RUN)/pip install -qq --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	@$(RUN)/pip install -qq --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
 demo: $(READY)  ## Train a network on one device and on 2 and 4 logical devices, side by side
@@ -40,6 +45,15 @@ test-keras: $(READY)  ## Run Keras' own tests plain and in a scope of two replic
 
 test-busy: $(READY)  ## Run all tests five times while two processes burn both cores; REPEAT=1 runs them once
 	@$(RUN)/python -m tests.busy --repeat $(or $(REPEAT),5) -- $(PYTEST)
+
+test-docs: $(READY)  ## Run the code of all documents, and the notebooks: at most 6 minutes on two quiet cores
+	@$(RUN)/pytest -n $(JOBS) --dist load --docs
+
+docs: $(DOCS_READY)  ## Build the site in build/docs/html; a warning or a dead link is a failure
+	@$(RUN)/python docs/make_site.py
+
+docs-serve: $(DOCS_READY)  ## Build the site and show it at http://127.0.0.1:8000; PORT=9000 takes another port
+	@$(RUN)/python docs/make_site.py --serve $(or $(PORT),8000)
 
 check: $(READY)  ## What to run before a commit: format, lint, types, the fast tests
 	@$(RUN)/ruff format --check .
@@ -67,4 +81,4 @@ bench: $(READY)  ## Measure; tables on the screen, figures in benchmarks/results
 	@$(RUN)/python -m benchmarks.placement
 
 clean:  ## Remove what the other targets made
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis benchmarks/results
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis benchmarks/results build

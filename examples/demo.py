@@ -1,9 +1,10 @@
 """Trains a convolutional network on handwritten digits: on one device, then mirrored on 2 and on 4.
 
 All start from the same weights and see the same batches in the same order, so their losses agree;
-accuracy and throughput stand side by side at the end, and in a picture. About half a minute on two cores.
+accuracy and throughput stand side by side at the end, and in a picture. They train in turns, some epochs each, so
+that none has a quiet moment of the machine for itself. About half a minute on two cores.
 
-python examples/demo.py [--epochs 30] [--output demo.png]
+python examples/demo.py [--epochs 30] [--output demo.png] [--without-speed]
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from digits import load_digits
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
@@ -28,7 +30,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import stratagem as sg
 
 GLOBAL_BATCH_SIZE = 256
-NUM_DEVICES = (2, 4)
+NUM_DEVICES = (1, 2, 4)
+NUM_ROUNDS = 3
 COLORS = ("#9aa0a6", "#1a73e8", "#e8710a")
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -72,63 +75,70 @@ def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-@dataclass(frozen=True)
-class Race:
-    """The trainings, all on the same data and shown in the same way."""
+class Contender:
+    """A training that goes on from round to round: in plain torch, or mirrored on devices that share the CPU.
 
-    train_set: TensorDataset
-    test_set: TensorDataset
-    num_epochs: int
-    progress: Progress
+    Args:
+        num_devices: How many devices; 1 is plain torch, on all cores.
+        train_set: What it learns.
+        progress: Where it is shown.
+        num_epochs: Those of all rounds.
+    """
 
-    def on_one_device(self) -> Result:
-        """Trains in plain torch, on all cores."""
-        bar = self._bar("one device")
-        loader = self._loader()
-        model, optimizer = make_model()
-        step = make_step(model, optimizer)
-        return self._train(bar, model, lambda: loader, lambda batch: step(*batch))
+    def __init__(self, num_devices: int, train_set: TensorDataset, progress: Progress, num_epochs: int) -> None:
+        self.name = "one device" if num_devices == 1 else f"{num_devices} replicas"
+        self._num_devices, self._num_examples, self._progress = num_devices, len(train_set), progress
+        order = torch.Generator().manual_seed(0)
+        self._loader = DataLoader(train_set, batch_size=GLOBAL_BATCH_SIZE, shuffle=True, generator=order)
+        self._model, self._optimizer = make_model()
+        self._bar = progress.add_task(self.name, start=False, total=num_epochs, loss="waiting", speed="")
+        self._losses: list[float] = []
+        self._speeds: list[float] = []
 
-    def mirrored(self, num_devices: int) -> Result:
-        """Trains with a replica on each of the devices that the CPU is divided into."""
-        bar = self._bar(f"{num_devices} replicas")
-        loader = self._loader()
-        sg.config.set_logical_device_configuration("cpu:0", [sg.config.LogicalDeviceConfiguration()] * num_devices)
+    def train(self, num_epochs: int) -> None:
+        """One round."""
+        self._progress.update(self._bar, loss="starting" if not self._losses else f"loss {self._losses[-1]:.4f}")
+        step = make_step(self._model, self._optimizer)
+        if self._num_devices == 1:
+            self._train(num_epochs, lambda: self._loader, lambda batch: step(*batch))
+            return
+        shares = [sg.config.LogicalDeviceConfiguration()] * self._num_devices
+        sg.config.set_logical_device_configuration("cpu:0", shares)
         with sg.MirroredStrategy(sg.config.list_logical_devices("CPU")) as strategy:
-            with strategy.scope():
-                model, optimizer = make_model()
-            step = make_step(model, optimizer)
-            return self._train(
-                bar,
-                model,
-                lambda: strategy.distribute(loader),
+            strategy.adopt(self._model, self._optimizer)
+            self._train(
+                num_epochs,
+                lambda: strategy.distribute(self._loader),
                 lambda batch: strategy.reduce("mean", strategy.run(step, args=batch)),
             )
 
-    def _bar(self, name: str) -> Any:
-        return self.progress.add_task(name, start=False, total=self.num_epochs, loss="starting", speed="")
-
-    def _loader(self) -> DataLoader:
-        order = torch.Generator().manual_seed(0)
-        return DataLoader(self.train_set, batch_size=GLOBAL_BATCH_SIZE, shuffle=True, generator=order)
+    def result(self, test_set: TensorDataset) -> Result:
+        """What has come of it."""
+        images, labels = test_set.tensors
+        with torch.no_grad():
+            accuracy = (self._model(images).argmax(dim=1) == labels).float().mean().item()
+        return Result(self.name, self._losses, accuracy, statistics.median(self._speeds))
 
     def _train(
-        self, bar: Any, model: nn.Module, batches: Callable[[], Iterable[Any]], step: Callable[[Any], torch.Tensor]
-    ) -> Result:
-        losses: list[float] = []
-        speeds: list[float] = []
-        for _ in range(self.num_epochs):
+        self, num_epochs: int, batches: Callable[[], Iterable[Any]], step: Callable[[Any], torch.Tensor]
+    ) -> None:
+        for epoch in range(num_epochs):
             start = time.perf_counter()
-            losses += [step(batch).item() for batch in batches()]
-            speeds.append(len(self.train_set) / (time.perf_counter() - start))
-            self.progress.start_task(bar)
-            speed = f"{statistics.median(speeds):,.0f} examples/s"
-            self.progress.update(bar, advance=1, loss=f"loss {losses[-1]:.4f}", speed=speed)
-        images, labels = self.test_set.tensors
-        with torch.no_grad():
-            accuracy = (model(images).argmax(dim=1) == labels).float().mean().item()
-        # The first epoch also warms up; the median leaves out moments when the machine did something else.
-        return Result(self.progress.tasks[bar].description, losses, accuracy, statistics.median(speeds[1:] or speeds))
+            self._losses += [step(batch).item() for batch in batches()]
+            if epoch > 0 or num_epochs == 1:  # the first epoch of a round also warms up
+                self._speeds.append(self._num_examples / (time.perf_counter() - start))
+            self._progress.start_task(self._bar)
+            speed = f"{statistics.median(self._speeds):,.0f} examples/s" if self._speeds else ""
+            self._progress.update(self._bar, advance=1, loss=f"loss {self._losses[-1]:.4f}", speed=speed)
+
+
+def race(contenders: list[Contender], num_epochs: int) -> None:
+    """Lets them train in turns, so that a moment in which the machine does something else is one of all of them."""
+    num_rounds = min(NUM_ROUNDS, num_epochs)
+    for number in range(num_rounds):
+        part = num_epochs * (number + 1) // num_rounds - num_epochs * number // num_rounds
+        for contender in contenders if number % 2 == 0 else reversed(contenders):
+            contender.train(part)
 
 
 def table(results: list[Result]) -> Table:
@@ -156,36 +166,46 @@ def table(results: list[Result]) -> Table:
     return shown
 
 
-def picture(results: list[Result]) -> Figure:
+def picture(results: list[Result], *, with_speed: bool) -> Figure:
     """The losses step by step, and the throughputs."""
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    losses, speeds = figure.subplots(1, 2, width_ratios=(3, 2))
-    # The lines lie on one another: from broad to narrow, all can be seen.
-    for result, color, width in zip(results, COLORS, (8, 4, 1.5), strict=True):
-        steps = range(1, len(result.losses) + 1)
-        losses.plot(steps, result.losses, color=color, linewidth=width, label=result.name)
-    apart = max(result.largest_difference(results[0]) for result in results)
-    losses.set(xlabel="step", ylabel="training loss", yscale="log", title=f"Losses at most {apart:.0e} apart")
-    losses.legend(frameon=False)
-    losses.grid(alpha=0.25)
-
-    bars = speeds.bar(
-        [result.name for result in results], [result.examples_per_s for result in results], color=COLORS, width=0.6
-    )
-    speeds.bar_label(bars, fmt="{:,.0f}", padding=3)
-    speeds.set(ylabel="examples per second", title=f"Throughput on the same {_num_cores()} cores")
-    speeds.margins(y=0.12)
-    speeds.yaxis.set_major_formatter("{x:,.0f}")
-    for axes in (losses, speeds):
-        axes.spines[["top", "right"]].set_visible(False)
+    figure = Figure(figsize=(11 if with_speed else 8, 4.4), layout="constrained")
+    panels = figure.subplots(1, 2, width_ratios=(3, 2)) if with_speed else [figure.subplots()]
+    draw_losses(panels[0], results)
+    if with_speed:
+        draw_speeds(panels[1], results)
+    for panel in panels:
+        panel.spines[["top", "right"]].set_visible(False)
     return figure
 
 
+def draw_losses(panel: Axes, results: list[Result]) -> None:
+    """The lines lie on one another: from broad to narrow, all can be seen."""
+    for result, color, width in zip(results, COLORS, (8, 4, 1.5), strict=True):
+        steps = range(1, len(result.losses) + 1)
+        panel.plot(steps, result.losses, color=color, linewidth=width, label=result.name)
+    apart = max(result.largest_difference(results[0]) for result in results)
+    panel.set(xlabel="step", ylabel="training loss", yscale="log", title=f"Losses at most {apart:.0e} apart")
+    panel.legend(frameon=False)
+    panel.grid(alpha=0.25)
+
+
+def draw_speeds(panel: Axes, results: list[Result]) -> None:
+    """A bar for each training."""
+    bars = panel.bar(
+        [result.name for result in results], [result.examples_per_s for result in results], color=COLORS, width=0.6
+    )
+    panel.bar_label(bars, fmt="{:,.0f}", padding=3)
+    panel.set(ylabel="examples per second", title=f"Throughput on the same {_num_cores()} cores")
+    panel.margins(y=0.12)
+    panel.yaxis.set_major_formatter("{x:,.0f}")
+
+
 def main() -> None:
-    """Runs the trainings one after the other and shows what came of them."""
+    """Runs the trainings in turns and shows what came of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--output", type=Path, default=Path("demo.png"), help="where the picture goes")
+    parser.add_argument("--without-speed", action="store_true", help="draw the losses alone, as on a busy machine")
     options = parser.parse_args()
     if options.epochs < 1:
         parser.error(f"--epochs is at least 1, got {options.epochs}")
@@ -203,11 +223,12 @@ def main() -> None:
         *(TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[speed]}"), TimeElapsedColumn()),
     )
     with Progress(*columns, console=console) as progress:
-        race = Race(train_set, test_set, options.epochs, progress)
-        results = [race.on_one_device(), *map(race.mirrored, NUM_DEVICES)]
+        contenders = [Contender(number, train_set, progress, options.epochs) for number in NUM_DEVICES]
+        race(contenders, options.epochs)
+        results = [contender.result(test_set) for contender in contenders]
     console.print(table(results))
     console.print(f"All three had the same {_num_cores()} cores; replicas divide them, not multiply them.")
-    picture(results).savefig(options.output, dpi=130)
+    picture(results, with_speed=not options.without_speed).savefig(options.output, dpi=130)
     console.print(f"picture: {options.output.absolute()}", soft_wrap=True)
 
 

@@ -1,8 +1,12 @@
-"""What the documents say is real: code runs, paths exist, the tree is the tree."""
+"""What the documents say is real: paths exist, code compiles, names and pictures are those of the source.
+
+`tests/test_documents_run.py` runs their code.
+"""
 
 import ast
 import doctest
 import importlib
+import inspect
 import pkgutil
 import re
 import subprocess
@@ -13,17 +17,13 @@ from pathlib import Path
 import pytest
 
 import stratagem
-from tests.cluster import nursery
+from docs import draw_pictures, make_site
+from stratagem import _env
+from tests import documents
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-DOCUMENTS = [
-    ROOT / "README.md",
-    ROOT / "CHANGELOG.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted(ROOT.glob("docs/**/*.md")),
-    ROOT / "examples/README.md",
-]
+ROOT = documents.ROOT
+DOCUMENTS = documents.PAGES
+COMMAND_LINE = (ROOT / "docs/reference/command_line.md").read_text()
 RELIABILITY = (ROOT / "docs/reliability.md").read_text()
 MODULES = sorted(module.name for module in pkgutil.walk_packages(stratagem.__path__, "stratagem."))
 MODULES.remove("stratagem.__main__")
@@ -35,15 +35,8 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", blocks(README, "python"))
-def test_code_in_the_readme_runs(code: str, tmp_path: Path, forked_tasks: None) -> None:
-    done = nursery.run(["-W", "error", "-c", code], 50, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.slow
-def test_output_in_the_readme_is_what_the_command_prints() -> None:
-    shown = next(block for block in blocks(README, "") if block.startswith("$ ")).splitlines()
+def test_output_in_the_reference_is_what_the_command_prints() -> None:
+    shown = next(block for block in blocks(COMMAND_LINE, "") if block.startswith("$ ")).splitlines()
     variable, *command = shown[0].removeprefix("$ ").split()
     name, value = variable.split("=")
     done = subprocess.run(
@@ -66,12 +59,29 @@ def test_examples_in_docstrings_run(fork_server: None) -> None:
     assert sum(result.attempted for result in results.values()) > 20
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_public_name_has_an_example() -> None:
+    things = [(name, getattr(stratagem, name)) for name in stratagem.__all__ if name != "__version__"]
+    told = [(name, inspect.getdoc(thing) or "") for name, thing in things if not inspect.ismodule(thing)]
+    errors = {"OutOfMemoryError", "StratagemError"}
+    assert not [name for name, docstring in told if ">>> " not in docstring and name not in errors]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_in_documents_exist(document: Path) -> None:
     text = document.read_text()
-    links = [document.parent / link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
+    links = [document.parent / link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)]
     paths = [ROOT / path for path in re.findall(r"`((?:src|tests|docs|examples|benchmarks)/[\w./-]*)`", text)]
     assert not [path for path in links + paths if not path.exists()]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_in_documents_exist(document: Path) -> None:
+    if document.name == "CHANGELOG.md":  # tells of names that are gone
+        return
+    for name in sorted(set(re.findall(r"\bsg\.([A-Za-z_][\w.]*\w)", document.read_text()))):
+        thing: object = stratagem
+        for part in name.split("."):
+            thing = getattr(thing, part)
 
 
 def test_readme_of_the_examples_lists_every_one() -> None:
@@ -152,3 +162,116 @@ def marks_in(file: Path) -> set[str]:
         texts += [token.string for token in tokenize.tokenize(lines.readline) if token.type == tokenize.COMMENT]
     without_lint = (re.sub(r"noqa: [\w, ]+", "", text) for text in texts)
     return {mark for text in without_lint for mark in re.findall(r"\b[FEA]\d+\b", text)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_all_code_of_documents_compiles(document: Path) -> None:
+    for block in documents.blocks_of(document.read_text()):
+        compile(block.code, f"{document.name}, line {block.line}", "exec")
+
+
+def test_blocks_are_run_in_order_and_programs_apart() -> None:
+    page = """
+```python
+a = 1
+```
+text
+<!-- not run: needs a cluster -->
+```python
+b = 2
+```
+```py
+c = 3
+```
+```{note}
+no code
+```
+```python
+d = 4
+```
+<!-- new program -->
+```python
+e = 5
+```
+"""
+    first, second = documents.programs_of(page)
+    assert (first.split(), second.split()) == (["a", "=", "1", "d", "=", "4"], ["e", "=", "5"])
+    assert first.splitlines()[2] == "a = 1", "a line of the program has the number that it has in the page"
+    assert [block.code for block in documents.blocks_of(page) if not block.is_run] == ["b = 2\n", "c = 3\n"]
+
+
+def test_readme_is_short() -> None:
+    words = re.sub(r"[|`*#:\-]", " ", (ROOT / "README.md").read_text()).split()
+    assert len(words) <= 800
+
+
+def test_reference_has_every_public_name() -> None:
+    listed = {
+        f"{module}.{name}"
+        for page in ROOT.glob("docs/reference/*.md")
+        for module, names in re.findall(r"currentmodule:: (\S+)\n(.*?)```", page.read_text(), re.DOTALL)
+        for name in re.findall(r"^ {3}(\w+)$", names, re.MULTILINE)
+    }
+    shown = {stratagem_name(name) for name in listed}
+    missing = {id(thing): name for name, thing in public_things() if id(thing) not in shown}
+    assert not missing, "write these names into a page of docs/reference"
+
+
+def stratagem_name(path: str) -> int:
+    """Which thing a name of the reference stands for."""
+    module, _, name = path.rpartition(".")
+    return id(getattr(importlib.import_module(module), name))
+
+
+def public_things() -> list[tuple[str, object]]:
+    """What users find in stratagem and its public modules; errors have a page that lists them all."""
+    things = []
+    for module in (stratagem, *(getattr(stratagem, name) for name in stratagem._MODULES if name != "errors")):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            is_error = inspect.isclass(thing) and issubclass(thing, stratagem.errors.StratagemError)
+            if not (inspect.ismodule(thing) or is_error or name == "__version__"):
+                things.append((f"{module.__name__}.{name}", thing))
+    return things
+
+
+def test_reference_has_every_environment_variable() -> None:
+    page = (ROOT / "docs/reference/environment_variables.md").read_text()
+    assert not [name for name in (*_env._OWN, *_env.KUBERNETES, _env.TF_CONFIG, _env.RAY_ADDRESS) if name not in page]
+
+
+def test_decisions_have_an_index() -> None:
+    index = (ROOT / "docs/decisions/index.md").read_text()
+    rows = re.findall(r"^\| (\d{4}) \| \[[^]]+\]\((\S+\.md)\) \| `\d{4}-\d\d-\d\d` \| \S.* \|$", index, re.MULTILINE)
+    files = sorted(file.name for file in ROOT.glob("docs/decisions/0*.md"))
+    assert [name for _, name in rows] == files
+    assert [number for number, _ in rows] == [name[:4] for name in files]
+
+
+@pytest.mark.parametrize("name", draw_pictures.PICTURES)
+def test_picture_is_what_the_script_draws(name: str) -> None:
+    assert (draw_pictures.IMAGES / f"{name}.svg").read_text() == draw_pictures.PICTURES[name]().svg()
+
+
+def test_site_has_no_dead_links_unseen(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "index.html").write_text('<h1 id="top"></h1><a href="sub/page.html#here">x</a><a href="#top">y</a>')
+    page = (
+        '<a id="here"></a><a href="../index.html#gone">a</a><img src="none.png"><a href="https://example.org/x">b</a>'
+    )
+    (tmp_path / "sub" / "page.html").write_text(page)
+    assert make_site.dead_links(tmp_path) == ["sub/page.html: ../index.html#gone", "sub/page.html: none.png"]
+
+
+def test_site_leads_links_of_other_files_to_its_pages() -> None:
+    page = make_site.with_links_from_docs(ROOT / "examples" / "README.md")
+    assert "](notebooks/gpu_1.ipynb)" in page
+    assert "](../examples/demo.py)" in page
+    assert "](architecture.md" in make_site.with_links_from_docs(ROOT / "README.md")
+
+
+def test_site_gathers_notebooks_without_touching_the_source(tmp_path: Path) -> None:
+    pages = make_site.gather(tmp_path / "tree")
+    assert (pages / "index.md").read_text() == (ROOT / "docs/index.md").read_text()
+    assert list((pages / "notebooks").glob("*.ipynb"))
+    assert not (ROOT / "docs" / "notebooks").exists()

@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,21 @@ def test_demo_shows_that_replicas_agree_and_saves_a_picture(tmp_path: Path) -> N
     assert width > 1000
     assert height > 400
     assert imread(output)[:, :, :3].std() > 0.05, "the picture is empty"
+
+
+def test_demo_lets_its_contenders_train_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    rounds: list[tuple[str, int]] = []
+
+    class Contender:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def train(self, num_epochs: int) -> None:
+            rounds.append((self._name, num_epochs))
+
+    runpy.run_path(str(EXAMPLES / "demo.py"))["race"]([Contender("a"), Contender("b")], 7)
+    assert rounds == [("a", 2), ("b", 2), ("b", 2), ("a", 2), ("a", 3), ("b", 3)]
 
 
 def test_demo_refuses_an_output_before_it_trains(tmp_path: Path) -> None:

@@ -339,7 +339,12 @@ OTHERWISE_OF_STRATEGIES: Final = {
 
 @final
 class ReduceOp(enum.StrEnum):
-    """TensorFlow's names of reductions; `"sum"` and `"mean"` are the same."""
+    """TensorFlow's names of reductions; `"sum"` and `"mean"` are the same.
+
+    Example:
+        >>> ReduceOp.MEAN == "mean"
+        True
+    """
 
     SUM = "sum"
     MEAN = "mean"

@@ -117,6 +117,10 @@ class LogicalDevice:
         memory_limit_bytes: How much memory it may use; `None` means all that there is.
         memory_growth: Whether memory is taken when needed, or all of the limit at the start.
         is_limit_given: Whether a program has set the limit; a simulated device has one in any case.
+    Example:
+        >>> import stratagem as sg
+        >>> sg.config.list_logical_devices("CPU")[0].name
+        '/device:CPU:0'
     """
 
     device_type: str

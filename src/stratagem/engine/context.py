@@ -419,7 +419,12 @@ def before_read(module: torch.nn.Module, *_: Any) -> None:
 
 
 def has_strategy() -> bool:
-    """Whether the code runs inside the scope of a strategy, or in one of its replicas."""
+    """Whether the code runs inside the scope of a strategy, or in one of its replicas.
+
+    Example:
+        >>> has_strategy()
+        False
+    """
     return bool(state.scopes or state.replicas)
 
 
@@ -439,7 +444,14 @@ def current_replica() -> ReplicaContext | None:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the code sees all replicas: in a scope outside `strategy.run`, or in the function of `merge_call`."""
+    """Whether the code sees all replicas: in a scope outside `strategy.run`, or in the function of `merge_call`.
+
+    Example:
+        >>> import stratagem as sg
+        >>> with sg.OneDeviceStrategy("cpu:0").scope():
+        ...     in_cross_replica_context()
+        True
+    """
     return bool(state.merging) or (bool(state.scopes) and not state.replicas)
 
 

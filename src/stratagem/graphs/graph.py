@@ -122,7 +122,13 @@ _default: list[Graph] = []
 
 
 def get_default_graph() -> Graph:
-    """The graph of the block around the caller; outside of any, one that belongs to the program."""
+    """The graph of the block around the caller; outside of any, one that belongs to the program.
+
+    Example:
+        >>> with Graph() as graph:
+        ...     get_default_graph() is graph
+        True
+    """
     if _open.graphs:
         return _open.graphs[-1]
     if not _default:
@@ -131,7 +137,14 @@ def get_default_graph() -> Graph:
 
 
 def reset_default_graph() -> None:
-    """Begins a new graph for what is recorded outside of any block."""
+    """Begins a new graph for what is recorded outside of any block.
+
+    Example:
+        >>> before = get_default_graph()
+        >>> reset_default_graph()
+        >>> get_default_graph() is before
+        False
+    """
     _default.clear()
 
 
@@ -146,6 +159,10 @@ def placeholder(dtype: torch.dtype, shape: Sequence[int | None] | int = (), name
 
     Raises:
         GraphTypeError: That is not a type or a shape.
+    Example:
+        >>> with Graph():
+        ...     placeholder(torch.float32, [2, 3])
+        <GraphTensor 'Placeholder' (2, 3) float32>
     """
     require_dtype(dtype)
     return get_default_graph().recorder.placeholder(checked_shape(shape, may_vary=True), dtype, _checked_name(name))
@@ -166,6 +183,10 @@ def constant(
     Raises:
         GraphTypeError: The value is no tensor and cannot become one.
         GraphError: The value has not as many elements as the shape.
+    Example:
+        >>> with Graph():
+        ...     constant([1.0, 2.0])
+        <GraphTensor 'Const' (2,) float32>
     """
     recorder = get_default_graph().recorder
     name = _checked_name(name)
@@ -265,6 +286,14 @@ def assign(variable: GraphTensor, value: GraphTensor | torch.Tensor | float) -> 
 
     Raises:
         GraphError: The first argument is no variable, or the value does not fit.
+    Example:
+        >>> import stratagem as sg
+        >>> with Graph() as graph:
+        ...     count = get_variable("count", initializer=1.0)
+        ...     more = assign(count, count + 1)
+        >>> with sg.Session(graph) as session:
+        ...     print(session.run(more), session.run(more))
+        tensor(2.) tensor(3.)
     """
     target = variable.cell.variable if isinstance(variable, GraphTensor) else None
     if target is None:
@@ -284,6 +313,9 @@ def add_n(inputs: Sequence[torch.Tensor], name: str | None = None) -> torch.Tens
 
     Raises:
         GraphError: There are none, or they differ.
+    Example:
+        >>> add_n([torch.ones(2), torch.ones(2), torch.ones(2)])
+        tensor([3., 3.])
     """
     tensors = list(inputs) if isinstance(inputs, Iterable) else []
     if not tensors or not all(isinstance(each, torch.Tensor) for each in tensors):
@@ -329,6 +361,16 @@ def global_variables_initializer() -> VariablesInitializer:
     """What gives all variables of the graph their first values, anew each time that it is run.
 
     A session does so by itself for variables that it has not met; running this is for beginning again.
+
+    Example:
+        >>> import stratagem as sg
+        >>> with Graph() as graph:
+        ...     count = get_variable("count", initializer=1.0)
+        ...     more, anew = assign(count, count + 1), global_variables_initializer()
+        >>> with sg.Session(graph) as session:
+        ...     _ = session.run(more), session.run(anew)
+        ...     print(session.run(count))
+        tensor(1.)
     """
     graph = get_default_graph()
     return VariablesInitializer(graph, graph.variables)

@@ -27,6 +27,9 @@ class TensorSpec:
         dtype: Its type.
     Raises:
         GraphTypeError: That is not a shape or a type.
+    Example:
+        >>> TensorSpec([None, 784])
+        TensorSpec(shape=[None, 784], dtype=torch.float32)
     """
 
     shape: Sequence[int | None] | int

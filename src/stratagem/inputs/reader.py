@@ -57,6 +57,9 @@ class InputContext:
         num_input_pipelines: How many processes make data.
         input_pipeline_id: The number of this one.
         num_replicas_in_sync: How many replicas share a global batch.
+    Example:
+        >>> InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(64)
+        16
     """
 
     num_input_pipelines: int = 1

@@ -65,6 +65,9 @@ class PerReplica:
     Args:
         values: The values, or functions that fetch them.
         counts: How many examples each replica had, if the values came from a distributed batch.
+    Example:
+        >>> PerReplica([1, 2]).values
+        (1, 2)
     """
 
     def __init__(self, values: Sequence[Any], counts: tuple[int, ...] | None = None) -> None:

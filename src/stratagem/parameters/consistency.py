@@ -81,6 +81,9 @@ class Async(Consistency):
         rate_of: The factor of the learning rate of a push, by its staleness; for example
             `lambda staleness: 1 / (1 + staleness)`. By default 1. Between machines what it gives for 127 holds for all
             beyond.
+    Example:
+        >>> Async(rate_of=lambda staleness: 1 / (1 + staleness)).rate_of(3)
+        0.25
     """
 
     rate_of: RateOf | None = None
@@ -110,6 +113,9 @@ class BoundedStaleness(Consistency):
     Args:
         max_staleness: How many pushes of others may be applied between a worker's pull and its push.
         rate_of: The factor of the learning rate of a push, by its staleness. By default 1.
+    Example:
+        >>> BoundedStaleness(4).max_staleness
+        4
     """
 
     max_staleness: int
@@ -142,6 +148,9 @@ class Synchronous(Consistency):
 
     Args:
         backup_workers: How many gradients of a step may be missing.
+    Example:
+        >>> Synchronous(backup_workers=1)
+        Synchronous(backup_workers=1)
     """
 
     backup_workers: int = 0

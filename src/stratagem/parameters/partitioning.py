@@ -29,6 +29,9 @@ class MinSizePartitioner:
     Args:
         min_shard_bytes: The least that a part has.
         max_shards: The most parts; by default as many as there are shards.
+    Example:
+        >>> MinSizePartitioner(min_shard_bytes=256 << 10, max_shards=2)
+        MinSizePartitioner(min_shard_bytes=262144, max_shards=2)
     """
 
     min_shard_bytes: int = 256 * 1024
@@ -49,6 +52,9 @@ class MaxSizePartitioner:
     Args:
         max_shard_bytes: The most that a part has.
         max_shards: The most parts; by default as many as there are shards.
+    Example:
+        >>> MaxSizePartitioner(max_shard_bytes=64 << 20)
+        MaxSizePartitioner(max_shard_bytes=67108864, max_shards=None)
     """
 
     max_shard_bytes: int
@@ -68,6 +74,9 @@ class FixedShardsPartitioner:
 
     Args:
         num_shards: How many parts.
+    Example:
+        >>> FixedShardsPartitioner(2)
+        FixedShardsPartitioner(num_shards=2)
     """
 
     num_shards: int

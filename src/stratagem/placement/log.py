@@ -216,7 +216,15 @@ def take_in(records: Sequence[PlacementRecord], replica: int) -> None:
 
 @contextlib.contextmanager
 def log_placement() -> Iterator[PlacementLog]:
-    """Takes down where every operation of the block runs, why, and what is copied for it; those of sessions too."""
+    """Takes down where every operation of the block runs, why, and what is copied for it; those of sessions too.
+
+    Example:
+        >>> import torch
+        >>> with log_placement() as log:
+        ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)
+        >>> log.records[-1].name, log.records[-1].device
+        ('MatMul', '/device:CPU:0')
+    """
     log = PlacementLog()
     collectors.append(log)
     try:

@@ -32,6 +32,12 @@ class RemoteValue(StaysHere):
     Args:
         workers: Who run it.
         step: The call.
+    Example:
+        >>> import stratagem as sg
+        >>> with sg.ParameterServerStrategy(num_workers=1) as strategy:
+        ...     coordinator = sg.ClusterCoordinator(strategy)
+        ...     coordinator.schedule(lambda: 2 + 2).fetch()
+        4
     """
 
     _instead = "take fetch() of it, or give it to schedule in args"

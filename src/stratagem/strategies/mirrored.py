@@ -34,6 +34,14 @@ class MirroredStrategy(Replicated[LocalReplicas]):
     Raises:
         DeviceError: `devices` is empty, names one twice or one that does not exist.
         StrategyError: An option is not one of its values, or the call is inside a replica.
+    Example:
+        >>> import torch
+        >>> strategy = MirroredStrategy(["cpu:0"])
+        >>> with strategy.scope():
+        ...     model = torch.nn.Linear(2, 1)
+        >>> strategy.gather(strategy.run(model, args=(torch.ones(3, 2),))).shape
+        torch.Size([3, 1])
+        >>> strategy.close()
     """
 
     def __init__(

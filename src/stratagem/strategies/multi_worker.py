@@ -53,6 +53,11 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
     Raises:
         ClusterError: Workers did not come, or do not fit together.
         StrategyError: An option is not one of its values, or the call is inside a replica.
+    Example:
+        >>> strategy = MultiWorkerMirroredStrategy(["cpu:0"])  # no cluster is found: one worker
+        >>> strategy.num_replicas_in_sync, strategy.is_chief
+        (1, True)
+        >>> strategy.close()
     """
 
     def __init__(

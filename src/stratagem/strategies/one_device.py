@@ -149,7 +149,14 @@ _default = DefaultStrategy()
 
 
 def get_strategy() -> Any:
-    """The strategy of the scope or of the replica that the code is in; outside both, the default one."""
+    """The strategy of the scope or of the replica that the code is in; outside both, the default one.
+
+    Example:
+        >>> strategy = OneDeviceStrategy("cpu:0")
+        >>> with strategy.scope():
+        ...     get_strategy() is strategy
+        True
+    """
     if context.state.merging:
         return context.state.merging[-1]
     if context.state.replicas:

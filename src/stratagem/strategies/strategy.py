@@ -27,7 +27,13 @@ from stratagem.processes.numbered import plain
 
 
 class Strategy(StaysHere, ABC):
-    """Where variables live, and when replicas agree."""
+    """Where variables live, and when replicas agree.
+
+    Example:
+        >>> import stratagem as sg
+        >>> isinstance(sg.OneDeviceStrategy("cpu:0"), Strategy)
+        True
+    """
 
     @property
     @abstractmethod
@@ -318,7 +324,7 @@ class Strategy(StaysHere, ABC):
     def no_sync(self) -> Iterator[None]:
         """Inside the block, backward passes only add up each replica's own gradients.
 
-        In the function of a run, or in the main program around runs:
+        In the function of a run, or in the main program around runs::
 
             for number, batch in enumerate(batches):
                 with strategy.no_sync() if number + 1 < len(batches) else contextlib.nullcontext():

@@ -63,7 +63,7 @@ def test_compile_names_once_what_takes_a_part_of_a_batch_for_the_whole() -> None
     (told,) = found
     assert "batch normalization of 'norm' (synchronized=True" in str(told.message)
     assert "the loss 'Dice' (with axis=" in str(told.message)
-    assert "docs/keras.md" in str(told.message)
+    assert "docs/guides/what_differs.md" in str(told.message)
     assert told.filename.endswith("keras_runs.py"), "it points at the line that compiles"
 
 

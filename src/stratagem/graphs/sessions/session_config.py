@@ -63,6 +63,9 @@ class GPUOptions(_StrictOptions):
             second is the session's `/gpu:0`, and its `/gpu:1` is the first; by default all.
     Raises:
         DeviceConfigurationError: There is no setting of that name.
+    Example:
+        >>> GPUOptions(visible_device_list="2,0").visible
+        [2, 0]
     """
 
     allow_growth: bool | None = None

@@ -30,6 +30,9 @@ class Compression:
         fraction: Of `topk`: which part of the elements is sent.
     Raises:
         ParameterError: It is none of these.
+    Example:
+        >>> Compression("topk", fraction=0.05)
+        Compression(kind='topk', fraction=0.05)
     """
 
     kind: str

@@ -13,7 +13,7 @@ from stratagem.strategies.strategy import Strategy
 from stratagem.training.metrics import Metric
 
 _WHOLE_BATCH = (keras.losses.Dice, keras.losses.Tversky)
-_PAGE = "docs/keras.md"
+_PAGE = "docs/guides/what_differs.md"
 
 
 def refuse(model: Any, strategy: Strategy) -> None:
