@@ -6,7 +6,6 @@ python -m tests.notebooks [NAME ...]     # runs them, or all, and keeps their ne
 import contextlib
 import os
 import secrets
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -104,13 +103,14 @@ def _kernel(kernels: Nursery, folder: Path) -> Iterator[BlockingKernelClient]:
             # As a kernel does by itself, unless matplotlib has been imported before it.
             client.execute_interactive("%matplotlib inline", silent=True, timeout=_CELL_S)
             yield client
-            client.shutdown(reply=True, timeout=60)
+            # Asked on the control channel, ipykernel may wait for ever: a thread of its writes to one that ended.
+            client.execute("exit", silent=True)
             program.wait(60)
         finally:
             client.stop_channels()
             client.context.destroy(linger=0)
             if program.poll() is None:
-                program.send_signal(signal.SIGABRT)  # it says where each of its threads is
+                program.kill()
                 program.wait()
 
 
