@@ -158,6 +158,17 @@ class Driver(Receivers, ABC):
                 finally:
                     self.end()
 
+    def drop(self) -> None:
+        """Ends the processes of a strategy that nobody uses any more.
+
+        The garbage collector may notice that in any thread, also in one that somebody waits for in a turn of theirs.
+        """
+        if self.is_home and self.closed_at is None:
+            try:
+                self._resources.bring_state_home()
+            finally:
+                self.end()
+
     def end(self, cause: BaseException | None = None) -> None:
         """Ends the processes at once; nothing can be run any more."""
         because = "" if cause is None else f" because {in_words(cause)}"

@@ -86,7 +86,7 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
             _check_with_ray(cluster, devices, cluster_resolver, cross_device_ops)
             recipe = Recipe(cluster.num_workers, Exchange.TORCH, summed(gradients), unused, on_nonfinite)
             self._ray = RayWorkers(cluster, join_timeout_s=join_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
-            atexit.register(weakref.finalize(self, self._ray.close))  # now, and so before Ray itself takes leave
+            atexit.register(weakref.finalize(self, self._ray.drop))  # now, and so before Ray itself takes leave
             new = functools.partial(self._ray.new_replicas, recipe=recipe, stall_timeout_s=stall_timeout_s)
             super().__init__(self._ray.devices, new)
             return

@@ -43,6 +43,11 @@ class UpdatedPart:
     place: Part | None
 
     @property
+    def has_state(self) -> bool:
+        """Whether there is memory for a state of it."""
+        return self.place is not None and bool(self.place.cells)
+
+    @property
     def start(self) -> int:
         """Where it begins in the store."""
         return self.placement.offset + self.first

@@ -7,9 +7,10 @@ user's optimizer shows all of it. Any other optimizer runs whole in every replic
 own copy of the pages.
 """
 
+import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -66,6 +67,8 @@ class SplitUpdate:
         self._unshared: list[tuple[torch.Tensor, Part]] = []  # parts that have made no state yet, and its place
         self._hidden: dict[int, int] = {}  # parameters whose state the user's optimizer does not show yet: their names
         self._inner: Any = None
+        self._options: Any = None  # which of the optimizer's are on, and were when there was memory for its state
+        self._options_of_slots: Any = None
         self._ids: list[list[int]] = []  # of the parameters that the parts are of, for each group
         self._mark = StateMark(optimizer, versions=False)  # the state that the user's optimizer had when it was shown
         self._bare_step = bare_step(type(optimizer))
@@ -93,7 +96,7 @@ class SplitUpdate:
 
     def _update(self) -> None:
         parameters = parameters_of(self.optimizer)
-        if self._ids != _ids(self.optimizer):
+        if self._ids != _ids(self.optimizer) or self._options != _options(self.optimizer):
             self._build()
         if self.is_state_changed():
             self._take_own_parts(parameters)
@@ -155,12 +158,12 @@ class SplitUpdate:
                     part = own.values(first, last)
                     place = places.get((placement.name, first))
                     self._parts.append(UpdatedPart(group_number, number, part, store, placement, first, last, place))
-                    if place is not None and (not place.cells or self._slots.cell(place.flag)):
+                    if place is not None and place.cells and self._slots.cell(place.flag):
                         known[part] = {cell.key: self._slots.cell(cell) for cell in place.cells}
                         continue
                     if kept := old.get(part.data_ptr()):
                         known[part] = kept
-                    if place is None:
+                    if place is None or not place.cells:
                         self._private.append(part)
                     else:
                         self._unshared.append((part, place))
@@ -168,12 +171,15 @@ class SplitUpdate:
                     self._hidden[number] = placement.name
             groups.append({**group, "params": []})
         self._inner = over(self.optimizer, groups, known)
-        self._ids = _ids(self.optimizer)
+        self._ids, self._options = _ids(self.optimizer), _options(self.optimizer)
         self._join()
 
     def _join(self) -> None:
-        """Finds the parts that are updated at once."""
-        self._ranges = joined(self._parts, self._slots, self._copies.sum_of)
+        """Finds the parts that are updated at once; those without a state only as long as they will make none."""
+        parts = self._parts
+        if self._options != self._options_of_slots:
+            parts = [part if part.has_state else dataclasses.replace(part, place=None) for part in parts]
+        self._ranges = joined(parts, self._slots, self._copies.sum_of)
         self._inner.state |= {each.tensor: each.state for each in self._ranges if len(each.parts) > 1}
 
     def _share(self) -> None:
@@ -225,7 +231,8 @@ class SplitUpdate:
             loaded: Whether the user's optimizer has been given another state.
         """
         optimizer = self.optimizer
-        signature = [_signature(group) for group in optimizer.param_groups]
+        needs = [each.requires_grad for each in parameters_of(optimizer)]
+        signature = _ids(optimizer), needs, _options(optimizer)
         if signature == self._signature and not loaded:
             return None
         layout, slots = self._layout(), self._slots
@@ -250,7 +257,7 @@ class SplitUpdate:
             if self._runtime.rank:
                 self.optimizer.state.clear()
             self._slots.drop_written()
-        self._slots = slots
+        self._slots, self._options_of_slots = slots, _options(self.optimizer)
         self._build()
         self._share()
         self._show()
@@ -287,8 +294,9 @@ def _ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
-def _signature(group: Mapping[str, Any]) -> Any:
-    """Differs where a group may have other state: of other parameters, or by options that are on and were off."""
-    parameters = group["params"]
-    options = {key: bool(value) for key, value in group.items() if key not in ("params", "lr", "initial_lr")}
-    return list(map(id, parameters)), [each.requires_grad for each in parameters], options
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, bool]]:
+    """Which options of each group are on: an optimizer makes other state where one is that was off."""
+    return [
+        {key: bool(value) for key, value in group.items() if key not in ("params", "lr", "initial_lr")}
+        for group in optimizer.param_groups
+    ]

@@ -1,6 +1,7 @@
 """Workers that Ray starts: on two real nodes of one cluster on this machine, and on a Ray that stratagem starts."""
 
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -10,7 +11,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -201,6 +204,25 @@ def test_what_a_replica_prints_and_raises_comes_here_and_the_strategy_goes_on(
     with pytest.raises(StrategyError, match="was closed at"):
         strategy.run(step)
     assert ray_session.load().is_initialized(), "a Ray that was there is left"
+
+
+def test_dropped_strategy_waits_for_nobody_in_the_thread_that_collects_it(nodes: Any, four_cpus: None) -> None:
+    for closes in (True, False):
+        dropped = [on_ray()]
+        reference = weakref.ref(dropped[0])
+        dropped[0].run(int)
+        if closes:
+            dropped[0].close()
+        collecting = threading.Thread(target=lambda held=dropped: (held.clear(), gc.collect()))
+
+        def step(thread: threading.Thread = collecting) -> None:  # has the turn, and waits for the thread
+            thread.start()
+            thread.join(PATIENCE_S)
+
+        with sg.MirroredStrategy(["cpu:0"]) as other:
+            other.run(step)
+            assert not collecting.is_alive()
+        assert reference() is None
 
 
 def test_replica_that_cannot_connect_says_why_at_once(nodes: Any, four_cpus: None) -> None:

@@ -82,9 +82,20 @@ class RayWorkers:
             if self._replicas is not None:
                 self._replicas.close()
         finally:
-            if self._placement is not None:
-                self._placement.close()
-                self._placement = None
+            self._give_room_back()
+
+    def drop(self) -> None:
+        """The same for a strategy that nobody has any more, in whichever thread that is noticed: waits for no other."""
+        try:
+            if self._replicas is not None:
+                self._replicas.drop()
+        finally:
+            self._give_room_back()
+
+    def _give_room_back(self) -> None:
+        if self._placement is not None:
+            self._placement.close()
+            self._placement = None
 
 
 @final
