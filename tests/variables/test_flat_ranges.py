@@ -43,7 +43,7 @@ def make_step(model: nn.ModuleList, optimizer: torch.optim.Optimizer) -> Callabl
     return step
 
 
-def num_at_once(model: nn.ModuleList) -> list[int]:
+def num_at_once() -> list[int]:
     """How many parts each range has that one update takes, in replica 0."""
     (runtime,) = context.open_runtimes
     (update,) = runtime.updates.values()
@@ -69,8 +69,8 @@ def test_updates_of_neighbours_equal_those_of_each(name: str, size: int) -> None
             (given,) = strategy.distribute([batch])
             result = strategy.run(step, args=(given, *options))
             torch.testing.assert_close(strategy.reduce("mean", result), losses[number], rtol=1e-5, atol=1e-7)
-            if number == 1:
-                assert max(num_at_once(model)) > 10
+            if number == 1 and size < 3:  # of three, the last has all of so few elements
+                assert max(num_at_once()) > 10
         torch.testing.assert_close(model.state_dict(), plain_model.state_dict(), rtol=1e-5, atol=1e-6)
         state, expected = optimizer.state_dict()["state"], plain_optimizer.state_dict()["state"]
         torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-6)
