@@ -349,6 +349,11 @@ def _with_list_first(function: Callable[[list[torch.Tensor]], None], original: A
 schema_of: Final[Callable[[Any], Any]] = operator.attrgetter("_schema")
 """What an operation of `torch.ops` takes and returns."""
 
+takes_numbers_for_tensors: Final[Callable[[str], bool]] = operator.attrgetter("_C._should_allow_numbers_as_tensors")(
+    torch
+)
+"""Whether an operation of that name, called from Python, takes a number in the place of a tensor."""
+
 overload_of: Final[Callable[[Any], str]] = operator.attrgetter("_overloadname")
 """Which overload of its packet an operation is."""
 

@@ -190,7 +190,7 @@ def test_several_steps_on_data_of_ones_own_end_when_all_have_ended(strategy: sg.
 def test_failing_step_of_several_leaves_the_state_of_the_one_before(
     request: pytest.FixtureRequest, strategy: sg.Strategy
 ) -> None:
-    if request.node.callspec.params["strategy"] == "mirrored 2 torch":
+    if request.node.callspec.params["strategy"] in ("mirrored 2 torch", "strict parameter server 2"):
         pytest.skip("it connects anew, which the guards take for something left behind; tests/engine has it")
     if request.node.callspec.params["strategy"] in WORKERS:
         pytest.skip("a run that fails ends the strategy in all workers")

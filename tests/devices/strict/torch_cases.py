@@ -700,6 +700,15 @@ def case_share_of_a_device_has_its_own_limit() -> None:
 # What they cannot do
 
 
+def case_numbers_of_the_program_have_the_type_that_they_have_on_the_cpu() -> None:
+    for dtype in (torch.int32, torch.int64, torch.float32, torch.bfloat16):
+        for host in (torch.tensor(5, dtype=dtype), torch.tensor([5, 6], dtype=dtype)):
+            tensor = host.to("gpu:0")
+            for number in (3, 2.5):
+                for ours, theirs in ((tensor % number, host % number), (number % tensor, number % host)):
+                    torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0)
+
+
 def case_kernel_that_cannot_run_is_named() -> None:
     there = torch.eye(2, device=GPU)
     with pytest.raises(NotImplementedError, match=r"aten\._to_sparse.*cannot run on strict devices"):
