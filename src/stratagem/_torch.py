@@ -344,6 +344,11 @@ def _with_list_first(function: Callable[[list[torch.Tensor]], None], original: A
     return wrapped
 
 
+def is_in_backward_pass() -> bool:
+    """Whether this thread computes a part of a backward pass, its hooks and what is recomputed included."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
 # Operations and modes
 
 schema_of: Final[Callable[[Any], Any]] = operator.attrgetter("_schema")

@@ -17,12 +17,17 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_tasks")]
 
 # Every row keeps the contract of strategies; two of them differ from others in who starts replicas only.
 _SELDOM = ("strict one device", "strict parameter server 2", "strict 2 workers of 1")
-_FEWEST = {"test_strategies.py": 15, "test_keras.py": 10}  # tests that a row keeps, whatever is left out by nature
+_FEWEST = {
+    "test_strategies.py": 15,
+    "test_keras.py": 10,
+    "test_collectives.py": 15,
+}  # tests that a row keeps, whatever is left out by nature
 _CHOSEN = [
     *(
         pytest.param("test_strategies.py", row, marks=[pytest.mark.soak] if row in _SELDOM else [])
         for row in STRICT_ROWS
     ),
+    ("test_collectives.py", "3 strict GPUs"),
     ("test_keras.py", "strict mirrored 2"),
     pytest.param("test_keras.py", "strict one device", marks=pytest.mark.soak),
 ]

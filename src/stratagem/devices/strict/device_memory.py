@@ -16,7 +16,7 @@ import torch
 from torch.utils import dlpack
 
 from stratagem.devices.device import mib
-from stratagem.devices.memory import OutOfMemoryError
+from stratagem.devices.memory import OutOfMemoryError, served_share
 from stratagem.devices.strict import counts
 
 
@@ -92,11 +92,13 @@ def require(num_bytes: int, index: int) -> None:
     """Refuses an allocation that a device has no room for."""
     own = room(index)
     if own.current_bytes + num_bytes > own.limit_bytes:
+        share = served_share(index)
+        name = f"/device:GPU:{index}" if share is None else share.name
         raise OutOfMemoryError(
-            f"out of memory on /device:GPU:{index}: {mib(num_bytes)} ({num_bytes} bytes) were asked for, "
+            f"out of memory on {name}: {mib(num_bytes)} ({num_bytes} bytes) were asked for, "
             f"{mib(own.current_bytes)} of its limit of {mib(own.limit_bytes)} are in use. Make the batch or the model "
             f"smaller, or raise memory_limit",
-            f"/device:GPU:{index}",
+            name,
             own.limit_bytes,
             num_bytes,
         )
