@@ -344,10 +344,20 @@ def _with_list_first(function: Callable[[list[torch.Tensor]], None], original: A
     return wrapped
 
 
+def is_in_backward_pass() -> bool:
+    """Whether this thread computes a part of a backward pass, its hooks and what is recomputed included."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
 # Operations and modes
 
 schema_of: Final[Callable[[Any], Any]] = operator.attrgetter("_schema")
 """What an operation of `torch.ops` takes and returns."""
+
+takes_numbers_for_tensors: Final[Callable[[str], bool]] = operator.attrgetter("_C._should_allow_numbers_as_tensors")(
+    torch
+)
+"""Whether an operation of that name, called from Python, takes a number in the place of a tensor."""
 
 overload_of: Final[Callable[[Any], str]] = operator.attrgetter("_overloadname")
 """Which overload of its packet an operation is."""
@@ -695,3 +705,9 @@ def replace_accelerator_functions(functions: dict[str, Callable[..., Any]]) -> N
     """Lets `torch.accelerator` ask these, which torch's guard for backends in Python answers with constants."""
     for name, function in functions.items():
         setattr(torch._C, f"_accelerator_{name}", function)
+
+
+def negated_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that is marked as the negative of what lies in its memory."""
+    found: torch.Tensor = _any_torch._neg_view(tensor)
+    return found

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import stratagem as sg
 from stratagem.cluster import token
@@ -39,7 +40,9 @@ def local_sgd(devices: list[str], **options: Any) -> sg.Strategy:
     return sg.LocalSGDStrategy(1, devices=devices, **options)
 
 
-def workers(num_replicas: int, strategy: Callable[..., sg.Strategy] = sg.MultiWorkerMirroredStrategy) -> MakeStrategy:
+def workers(
+    num_replicas: int, strategy: Callable[..., sg.Strategy] = sg.MultiWorkerMirroredStrategy, kind: str = "cpu"
+) -> MakeStrategy:
     """This program as the first of two workers with so many replicas each."""
 
     @contextlib.contextmanager
@@ -53,7 +56,7 @@ def workers(num_replicas: int, strategy: Callable[..., sg.Strategy] = sg.MultiWo
                 token.create(token_file)
                 stack.enter_context(_second_worker(request, {"cluster": cluster, "token": token_file}, folder))
             patch.setenv("STRATAGEM_TOKEN_FILE", token_file)
-            devices = [f"cpu:{index * num_replicas + number}" for number in range(num_replicas)]
+            devices = [f"{kind}:{index * num_replicas + number}" for number in range(num_replicas)]
             yield stack.enter_context(
                 strategy(
                     devices,
@@ -83,13 +86,16 @@ ROWS: dict[str, MakeStrategy] = {
 }
 
 
-def strict(make: Callable[[], sg.Strategy]) -> MakeStrategy:
-    """A strategy of this program on strict devices, which a process keeps for life; see `test_strict_devices`."""
+def strict(make: MakeStrategy) -> MakeStrategy:
+    """A strategy on strict devices, which a process keeps for life; see `test_strict_devices`."""
 
     @contextlib.contextmanager
     def opened(request: pytest.FixtureRequest, folder: Path) -> Iterator[sg.Strategy]:
-        sg.config.simulate_devices("GPU", 2, strict=True)
-        with make() as strategy:
+        sg.config.simulate_devices("GPU", 4, strict=True)
+        with make(request, folder) as strategy:
+            with strategy.scope():
+                weight = torch.nn.Parameter(torch.zeros(1))
+            strategy.run(lambda: weight.sum().backward())  # the first sum connects devices of different workers
             yield strategy
 
     return opened
@@ -98,24 +104,34 @@ def strict(make: Callable[[], sg.Strategy]) -> MakeStrategy:
 GPUS = ["gpu:0", "gpu:1"]
 # In a program of their own.
 STRICT_ROWS: dict[str, MakeStrategy] = {
-    "strict one device": strict(lambda: sg.OneDeviceStrategy("gpu:1")),
-    "strict mirrored 2": strict(lambda: sg.MirroredStrategy(GPUS)),
-    "strict mirrored 2 to one": strict(lambda: sg.MirroredStrategy(GPUS, cross_device_ops="to_one")),
-    "strict central storage 2": strict(lambda: sg.CentralStorageStrategy(GPUS)),
-    "strict local sgd 2": strict(lambda: local_sgd(GPUS)),
+    "strict one device": strict(alone(lambda: sg.OneDeviceStrategy("gpu:1"))),
+    "strict mirrored 2": strict(alone(lambda: sg.MirroredStrategy(GPUS))),
+    "strict mirrored 2 to one": strict(alone(lambda: sg.MirroredStrategy(GPUS, cross_device_ops="to_one"))),
+    "strict central storage 2": strict(alone(lambda: sg.CentralStorageStrategy(GPUS))),
+    "strict local sgd 2": strict(alone(lambda: local_sgd(GPUS))),
+    "strict parameter server 2": strict(
+        alone(lambda: sg.ParameterServerStrategy(devices=GPUS, consistency=sg.Synchronous()))
+    ),
+    "strict 2 workers of 1": strict(workers(1, kind="gpu")),
+    "strict 2 workers of 2": strict(workers(2, kind="gpu")),
 }
 if STRICT in os.environ:
     ROWS = {name: make for name, make in STRICT_ROWS.items() if name == os.environ[STRICT]}
 # One row of each kind, for suites on top of what the whole suite of strategies has shown.
 FEWER_ROWS = ("one device", "mirrored 2", "central storage 3", "local sgd 2", "2 workers of 2")
+if STRICT in os.environ:
+    FEWER_ROWS = tuple(ROWS)
 # Every replica has variables of its own.
 PRIVATE = ("mirrored 2 torch", "mirrored 2 to one", "local sgd 2", "local sgd, 2 workers of 1", *list(STRICT_ROWS)[1:])
 # Gradients travel by torch.distributed.
-CONNECTED = ("mirrored 2 torch", "strict mirrored 2", "strict central storage 2")
+CONNECTED = ("mirrored 2 torch", "strict mirrored 2", "strict central storage 2", "strict parameter server 2")
 # Every replica trains alone and agrees on weights after each step: equal while updates are linear in their gradients.
 LOCAL = ("local sgd 2", "local sgd, 2 workers of 1", "strict local sgd 2")
 # A run that fails in one worker ends the strategy in all.
-WORKERS = ("2 workers of 1", "2 workers of 2", "local sgd, 2 workers of 1")
+WORKERS = (
+    *("2 workers of 1", "2 workers of 2", "local sgd, 2 workers of 1"),
+    *("strict 2 workers of 1", "strict 2 workers of 2"),
+)
 
 
 def opened(request: pytest.FixtureRequest, folder: Path) -> contextlib.AbstractContextManager[sg.Strategy]:

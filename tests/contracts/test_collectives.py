@@ -2,15 +2,17 @@
 
 import functools
 import hmac
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
 import torch.distributed
 
+import stratagem as sg
 from stratagem.collectives.calling import connect_all
 from stratagem.collectives.collective import Collective
 from stratagem.collectives.mesh import Mesh
@@ -24,6 +26,7 @@ from stratagem.collectives.two_level import TwoLevel
 from stratagem.errors import CollectiveError
 from stratagem.processes.region import Region
 from tests.collectives.harness import PATIENCE_S, Replicas, give_up, meeting_point, same_bits, seeded, shared, started
+from tests.contracts.strategies_under_test import STRICT
 
 Results = dict[str, Any]
 
@@ -75,6 +78,43 @@ def two_level(rank: int, size: int, place: Place) -> Collective:
     return TwoLevel(local, mesh(machine, len(sizes), place) if inside == 0 else None, machine, sizes)
 
 
+@final
+class OnDevice(Collective):
+    """A collective that is given the same tensors on a device; what comes out is compared on the CPU."""
+
+    def __init__(self, inner: Collective, device: torch.device) -> None:
+        super().__init__(inner.rank, inner.size)
+        self._inner, self._device = inner, device
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return self._back(self._inner.all_reduce(self._there(tensor), op))
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
+        return self._back(self._inner.broadcast(self._there(tensor), root))
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [self._back(each) for each in self._inner.all_gather(self._there(tensor))]
+
+    def barrier(self) -> None:
+        self._inner.barrier()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device) if tensor.layout is torch.strided else tensor
+
+    def _back(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.device == self._device
+        return tensor.cpu()
+
+
+def strict_gpus(rank: int, size: int, place: Place) -> Collective:
+    """In a program of its own; see `test_strict_devices`."""
+    sg.config.simulate_devices("GPU", size, strict=True)
+    return OnDevice(gloo(rank, size, place), torch.device("gpu", rank))
+
+
 @dataclass(frozen=True)
 class Row:
     build: Callable[[int, int, Place], Collective]
@@ -89,7 +129,7 @@ class Row:
         return f"{self.build.__name__}-{self.size}"
 
 
-ROWS = (
+ROWS: tuple[Row, ...] = (
     Row(one_replica, 1),
     Row(shared_memory, 2),
     Row(shared_memory, 4),
@@ -101,6 +141,8 @@ ROWS = (
     Row(two_level, 3),
     Row(two_level, 4),
 )
+if STRICT in os.environ:
+    ROWS = (Row(strict_gpus, 3),)
 MOST_REPLICAS = max(row.size for row in ROWS)
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

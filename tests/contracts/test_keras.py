@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import torch
 
 import stratagem as sg
 from tests.contracts.strategies_under_test import FEWER_ROWS, opened
@@ -35,6 +36,12 @@ def fit(make: Any, strategy: sg.Strategy | None, **given: Any) -> tuple[Any, Any
 def normalized() -> Any:
     layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(synchronized=sg.has_strategy())]
     return compiled(keras.Sequential([*layers, keras.layers.Dense(2)]))
+
+
+def test_layers_of_a_step_of_ones_own_compute_on_the_device_of_the_replica(strategy: sg.Strategy) -> None:
+    model = build(lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]), strategy)
+    found = strategy.run(lambda x: str(model(x).device), args=(torch.ones(8, 4),))
+    assert list(strategy.local_results(found)) == [str(each.torch_device) for each in strategy.devices]
 
 
 def test_fit_equals_one_device(strategy: sg.Strategy) -> None:

@@ -82,6 +82,11 @@ def naming(device: LogicalDevice, in_use_bytes: Callable[[], int]) -> Iterator[N
         _named.pop()
 
 
+def served_share(index: int) -> LogicalDevice | None:
+    """The logical device on the accelerator of that number which this process is limited to now, if it is to one."""
+    return next((device for device, _ in reversed(_named) if device.torch_device.index == index), None)
+
+
 def named(error: BaseException) -> BaseException:
     """The error that names the device which this process serves, if it has run out of memory; else the same error."""
     try:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, final
 import numpy as np
 import torch
 
-from stratagem import _tree
+from stratagem import _torch, _tree
 from stratagem.collectives import differentiable
 from stratagem.collectives.collective import Collective
 from stratagem.engine.sync import Syncing
@@ -413,9 +413,29 @@ readers: "weakref.WeakSet[Reader]" = weakref.WeakSet()
 
 def before_read(module: torch.nn.Module, *_: Any) -> None:
     """A hook of distributed modules: lets replicas agree before the main program reads what they have."""
-    if not state.replicas:
+    if not _replicas_here():
         for reader in list(readers):
             reader.before_read(module)
+
+
+# Of the backward passes that this process is in: the replicas of the thread that called each.
+_passes: list[list[ReplicaContext]] = []
+
+
+@contextlib.contextmanager
+def in_pass() -> Iterator[None]:
+    """A block in which the threads of a backward pass, which are torch's on a GPU, are in the replica of this one."""
+    _passes.append(list(state.replicas))
+    try:
+        yield
+    finally:
+        _passes.pop()
+
+
+def _replicas_here() -> list[ReplicaContext]:
+    if state.replicas or not _passes or not _torch.is_in_backward_pass():
+        return state.replicas
+    return _passes[-1]
 
 
 def has_strategy() -> bool:
@@ -425,7 +445,7 @@ def has_strategy() -> bool:
         >>> has_strategy()
         False
     """
-    return bool(state.scopes or state.replicas)
+    return bool(state.scopes or _replicas_here())
 
 
 def current_scope() -> Any | None:
@@ -440,7 +460,8 @@ def holders_of(obj: Any) -> list[Any]:
 
 def current_replica() -> ReplicaContext | None:
     """The replica that the code runs in, or `None` outside `strategy.run`."""
-    return state.replicas[-1] if state.replicas else None
+    here = _replicas_here()
+    return here[-1] if here else None
 
 
 def in_cross_replica_context() -> bool:
@@ -452,7 +473,7 @@ def in_cross_replica_context() -> bool:
         ...     in_cross_replica_context()
         True
     """
-    return bool(state.merging) or (bool(state.scopes) and not state.replicas)
+    return bool(state.merging) or (bool(state.scopes) and not _replicas_here())
 
 
 @contextlib.contextmanager
@@ -467,6 +488,6 @@ def outside_replicas() -> Iterator[None]:
 
 def require_controller(what: str) -> None:
     """Refuses what only the main program may do."""
-    if state.replicas:
-        rank = state.replicas[-1].replica_id_in_sync_group
+    if here := _replicas_here():
+        rank = here[-1].replica_id_in_sync_group
         raise StrategyError(f"{what} was called inside replica {rank}; call it in the main program, outside run()")

@@ -459,7 +459,8 @@ class Replica:
             syncing = self.sync.begin_pass(syncing=self._syncing, graph=graph)
             self._depth += 1
             try:
-                original(tensors, self._scaled(tensors, grad_tensors), *args, **kwargs)
+                with context.in_pass():
+                    original(tensors, self._scaled(tensors, grad_tensors), *args, **kwargs)
             except BaseException:
                 self.sync.abandon_pass()
                 raise

@@ -6,7 +6,7 @@ limit that the kernel does not hold, what is at home is counted; elsewhere this 
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -45,6 +45,32 @@ def stay_at(device: LogicalDevice, replica: int) -> None:
     serving.serve_for_life(device)
 
 
+Follow: TypeAlias = Callable[[torch.device], contextlib.AbstractContextManager[None]]
+_followers: list[Follow] = []
+
+
+def let_follow(follow: Follow) -> None:
+    """Lets a library that has a device of its own, beside torch's, compute where a replica is at home.
+
+    Args:
+        follow: Makes the block in which the library does.
+    """
+    _followers.append(follow)
+
+
+@contextlib.contextmanager
+def _in_replica() -> Iterator[None]:
+    """A replica is in none of the scopes of the program, and libraries compute on its device."""
+    with contextlib.ExitStack() as entered:
+        entered.enter_context(scopes.placing())
+        if residence.replica() is not None:
+            entered.enter_context(scopes.outside())
+        if _followers and (home := residence.home_here()) is not None:
+            for follow in _followers:
+                entered.enter_context(follow(home.device.torch_device))
+        yield
+
+
 def compute(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], variables: Iterable[torch.Tensor]
 ) -> Any:
@@ -59,19 +85,15 @@ def compute(
     """
     place = residence.counting_home()
     if place is None:
-        with scopes.placing(), _scopes_of_replica():
+        with _in_replica():
             return function(*args, **kwargs)
     for each in variables:
         place.settle(each, torch.nn.Parameter)
     begin = residence.next_mark()
     given = [each for each in _tree.leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     with place.reserved(given, torch.Tensor.to):
-        with scopes.placing(), _scopes_of_replica():
+        with _in_replica():
             result = function(*args, **kwargs)
         returned = [each for each in _tree.leaves(result) if isinstance(each, torch.Tensor)]
         residence.release((each for each in returned if not isinstance(each, torch.nn.Parameter)), since=begin)
     return result
-
-
-def _scopes_of_replica() -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if residence.replica() is None else scopes.outside()

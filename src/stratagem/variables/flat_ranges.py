@@ -8,7 +8,7 @@ parameters has no gradient, or one that lies elsewhere, and as long as their cou
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -99,13 +99,15 @@ class FlatRange:
         Args:
             parameters: Those of the optimizer.
         """
-        if len(self.parts) == 1 or not self._finds_gradients():
+        if len(self.parts) == 1:
+            return False
+        if any(parameters[part.number].grad is None for part in self.parts):
+            self._differs = bool(self._counts)  # whatever else keeps this update from taking all
+            return False
+        if not self._finds_gradients():
             return False
         for number, address, stride in self._expected:
-            gradient = parameters[number].grad
-            if gradient is None:
-                self._differs = bool(self._counts)
-                return False
+            gradient: Any = parameters[number].grad
             if gradient.layout is not torch.strided or gradient.data_ptr() != address or gradient.stride() != stride:
                 return False
         self._differs = self._differs and any(bool((each != each[0]).any()) for each in self._counts)

@@ -360,7 +360,7 @@ class Ledger:
         """Puts sums into the tensors that the program has set, which it may use elsewhere."""
         for name, parameter in self.parameters():
             total, kept = parameter.grad, foreign.get(name)
-            if kept is not None and total is not None and _may_be_written(kept, parameter):
+            if kept is not None and total is not None and _may_be_written(kept, parameter, total):
                 parameter.grad = kept.copy_(total)
                 self._note_global(name, kept)
 
@@ -501,12 +501,15 @@ def _has_gradient(parameter: torch.Tensor | None) -> bool:
     return parameter is not None and parameter.grad is not None
 
 
-def _may_be_written(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a gradient can be overwritten, each element by itself, and nothing else with it."""
+def _may_be_written(gradient: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether a gradient can be overwritten, each element by itself, and nothing of others with it."""
     if gradient.layout != torch.strided or gradient.is_inference():
         return False
     is_expanded = any(size > 1 and not stride for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
-    return not is_expanded and gradient.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr()
+    storage = gradient.untyped_storage().data_ptr()
+    return not is_expanded and all(
+        each.layout != torch.strided or each.untyped_storage().data_ptr() != storage for each in others
+    )
 
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor | None) -> bool:

@@ -179,6 +179,8 @@ class SplitUpdate:
         parts = self._parts
         if self._options != self._options_of_slots:
             parts = [part if part.has_state else dataclasses.replace(part, place=None) for part in parts]
+        for each in self._ranges:
+            self._inner.state.pop(each.tensor, None)
         self._ranges = joined(parts, self._slots, self._copies.sum_of)
         self._inner.state |= {each.tensor: each.state for each in self._ranges if len(each.parts) > 1}
 
@@ -190,8 +192,10 @@ class SplitUpdate:
                     if cell.key in state:
                         state[cell.key] = self._slots.cell(cell).copy_(state[cell.key])
                 self._slots.cell(place.flag).fill_(1)
-        self._unshared = [(part, place) for part, place in self._unshared if not self._inner.state.get(part)]
-        self._join()
+        left = [(part, place) for part, place in self._unshared if not self._inner.state.get(part)]
+        if len(left) < len(self._unshared):
+            self._unshared = left
+            self._join()
 
     def _show(self) -> None:
         """Lets the user's optimizer have the state of whole parameters, where it lies."""

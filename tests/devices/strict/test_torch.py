@@ -4,17 +4,19 @@ import os
 
 import pytest
 
-from tests.devices.strict import in_a_program, strategy_cases, torch_cases
+from tests.devices.strict import accelerator_cases, in_a_program, strategy_cases, torch_cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-CASES = [*in_a_program.cases_of(torch_cases), *in_a_program.cases_of(strategy_cases)]
+PROGRAMS = (torch_cases, strategy_cases, accelerator_cases)
+CASES = [case for program in PROGRAMS for case in in_a_program.cases_of(program)]
 
 
 @pytest.fixture(scope="module")
 def outcomes(forked_tasks: None) -> dict[str, str | None]:
     environment = dict(os.environ)
-    return in_a_program.outcomes_of(torch_cases, environment) | in_a_program.outcomes_of(strategy_cases, environment)
+    found = [in_a_program.outcomes_of(program, environment) for program in PROGRAMS]
+    return {case: outcome for each in found for case, outcome in each.items()}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -55,6 +55,20 @@ def case_tensor_moves_when_asked_to() -> None:
         assert torch.equal(back, host)
 
 
+def case_conjugates_and_negatives_are_computed_when_they_are_read() -> None:
+    host = torch.tensor([1 + 2j, 3 - 4j])
+    for compute in (
+        lambda x: x.conj() * 2,
+        lambda x: x.conj().clone(),
+        lambda x: x.conj(),
+        lambda x: x.conj().sum(),
+        lambda x: x.conj().imag + 1,
+        lambda x: (x * x.conj()).real,
+        lambda x: x[None].mH @ x[None],
+    ):
+        torch.testing.assert_close(compute(host.to(GPU)).cpu(), compute(host))
+
+
 def case_two_devices_do_not_mix() -> None:
     here, there, other = torch.ones(2, 2), torch.ones(2, 2, device=GPU), torch.ones(2, 2, device="gpu:0")
     for call in (
@@ -698,6 +712,15 @@ def case_share_of_a_device_has_its_own_limit() -> None:
 
 
 # What they cannot do
+
+
+def case_numbers_of_the_program_have_the_type_that_they_have_on_the_cpu() -> None:
+    for dtype in (torch.int32, torch.int64, torch.float32, torch.bfloat16):
+        for host in (torch.tensor(5, dtype=dtype), torch.tensor([5, 6], dtype=dtype)):
+            tensor = host.to("gpu:0")
+            for number in (3, 2.5):
+                for ours, theirs in ((tensor % number, host % number), (number % tensor, number % host)):
+                    torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0)
 
 
 def case_kernel_that_cannot_run_is_named() -> None:

@@ -15,8 +15,9 @@ from typing import Any, Final, final
 import torch
 from torch.utils import dlpack
 
+from stratagem import _torch
 from stratagem.devices.device import mib
-from stratagem.devices.memory import OutOfMemoryError
+from stratagem.devices.memory import OutOfMemoryError, served_share
 from stratagem.devices.strict import counts
 
 
@@ -92,11 +93,13 @@ def require(num_bytes: int, index: int) -> None:
     """Refuses an allocation that a device has no room for."""
     own = room(index)
     if own.current_bytes + num_bytes > own.limit_bytes:
+        share = served_share(index)
+        name = f"/device:GPU:{index}" if share is None else share.name
         raise OutOfMemoryError(
-            f"out of memory on /device:GPU:{index}: {mib(num_bytes)} ({num_bytes} bytes) were asked for, "
+            f"out of memory on {name}: {mib(num_bytes)} ({num_bytes} bytes) were asked for, "
             f"{mib(own.current_bytes)} of its limit of {mib(own.limit_bytes)} are in use. Make the batch or the model "
             f"smaller, or raise memory_limit",
-            f"/device:GPU:{index}",
+            name,
             own.limit_bytes,
             num_bytes,
         )
@@ -130,7 +133,9 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     if host is None:
         raise RuntimeError(f"the memory of a tensor on {tensor.device} is not that of a strict device")
     place = tensor.storage_offset(), tensor.size(), tensor.stride()
-    return torch.empty(0, dtype=tensor.dtype).set_(host.untyped_storage(), *place)
+    found = torch.empty(0, dtype=tensor.dtype).set_(host.untyped_storage(), *place)
+    found = found.conj() if tensor.is_conj() else found  # torch only marks these, and computes them when they are read
+    return _torch.negated_view(found) if tensor.is_neg() else found
 
 
 def is_on_device(host: torch.Tensor) -> bool:

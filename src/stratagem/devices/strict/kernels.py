@@ -44,6 +44,7 @@ class _Plan:
     has_device: bool
     draws: bool
     waits: bool
+    tensors: frozenset[str]  # the arguments that must not be plain numbers
 
 
 def run(operation: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,6 +58,9 @@ def run(operation: Any, *args: Any, **kwargs: Any) -> Any:
         if plan.waits:
             counts.note_wait(name)
         inside = {key: _inside(value) for key, value in given.items()}
+        for key in plan.tensors:
+            if isinstance(inside.get(key), bool | int | float | complex):
+                inside[key] = _as_tensor(inside[key], given)
         inside |= {key: _fresh(given[key]) for key in plan.outs if given.get(key) is not None}
         if plan.has_device:
             inside["device"] = torch.device("cpu")
@@ -107,7 +111,18 @@ def _plan_of(operation: Any) -> _Plan:
         has_device=any(each.name == "device" for each in schema.arguments),
         draws=torch.Tag.nondeterministic_seeded in operation.tags,
         waits=tells or name in _SIZE_BY_VALUE,
+        tensors=frozenset(
+            each.name
+            for each in schema.arguments
+            if str(each.type) == "Tensor" and not _torch.takes_numbers_for_tensors(name)
+        ),
     )
+
+
+def _as_tensor(number: complex, given: dict[str, Any]) -> torch.Tensor:
+    """A number of the program, which torch hands over as such, in the type that it has beside the tensors of a call."""
+    beside = next((each for value in given.values() for each in _tensors_in(value)), None)
+    return torch.tensor(number, dtype=None if beside is None else torch.result_type(beside, number))
 
 
 def _name_of(operation: Any) -> str:

@@ -120,8 +120,10 @@ class StepState:
         """
         if not self._sums and not self._differs:
             return None
-        differs = torch.tensor(list(self._differs.values()), dtype=torch.float64)
-        total = torch.cat([*(self._own[id(each)].flatten().double() for each in self._sums), differs])
+        sums = [self._own[id(each)].flatten().double() for each in self._sums]
+        device = sums[0].device if sums else None
+        differs = torch.tensor(list(self._differs.values()), dtype=torch.float64, device=device)
+        total = torch.cat([*sums, differs])
         return total if replica.num_examples else torch.zeros_like(total)
 
     @torch.no_grad()

@@ -14,13 +14,21 @@ from keras.src.backend.torch.trainer import TorchTrainer
 
 from stratagem import _tree
 from stratagem.engine.context import current_replica
-from stratagem.training.keras import loss_reductions, metric_state, split_updates, step_metrics, synchronized_norm
+from stratagem.training.keras import (
+    loss_reductions,
+    metric_state,
+    replica_device,
+    split_updates,
+    step_metrics,
+    synchronized_norm,
+)
 from stratagem.training.keras.changes import Members, Settings, optimizers_in
 from stratagem.training.keras.keras_objects import tensor_of
 from stratagem.training.keras.step_state import StepState
 
 synchronized_norm.connect()
 loss_reductions.connect()
+replica_device.connect()
 
 
 @final

@@ -43,7 +43,7 @@ def _moments(
         return original(x, axes, keepdims=keepdims)
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     sums = torch.stack([wide.sum(dim=axes, keepdim=keepdims), wide.square().sum(dim=axes, keepdim=keepdims)])
-    count = torch.tensor([float(math.prod(x.shape[axis] for axis in axes))], dtype=torch.float64)
+    count = torch.tensor([float(math.prod(x.shape[axis] for axis in axes))], dtype=torch.float64, device=x.device)
     total = replica.all_reduce("sum", torch.cat([sums.double().flatten(), count]))
     mean, squares = (total[:-1] / total[-1].detach().clamp(min=1)).view(sums.shape).unbind()
     return mean.to(x.dtype), (squares - mean.square()).clamp(min=0).to(x.dtype)
