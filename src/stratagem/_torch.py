@@ -68,6 +68,8 @@ class DataReads:
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._num_watching = 0
+        self._followed: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors that are no parameters
+        self._own_data: list[Any] = []  # what torch.Tensor had itself, while others stand in its place
 
     def watch(self) -> None:
         """Begins to note, for the whole process."""
@@ -92,6 +94,38 @@ class DataReads:
         if not self._num_watching:
             del torch.nn.Parameter.data
             self._by_id.clear()
+            self._follow_no_more()
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        """Notes the same of a tensor that is no parameter, until nobody watches."""
+        if not self._num_watching:
+            return
+        if not self._own_data:
+            self._own_data = [vars(torch.Tensor).get("data")]
+            data: Any = torch.Tensor.data
+
+            def take(tensor: torch.Tensor) -> torch.Tensor:
+                if id(tensor) in self._followed:
+                    self._note(tensor)
+                return data.__get__(tensor)  # type: ignore[no-any-return]
+
+            def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+                if id(tensor) in self._followed:
+                    self._note(tensor)
+                data.__set__(tensor, value)
+
+            torch.Tensor.data = property(take, put)  # type: ignore[assignment]
+        key = id(tensor)
+        self._followed[key] = weakref.ref(tensor, lambda _: self._followed.pop(key, None))
+
+    def _follow_no_more(self) -> None:
+        self._followed.clear()
+        for own in self._own_data:
+            if own is None:
+                del torch.Tensor.data
+            else:
+                torch.Tensor.data = own
+        self._own_data = []
 
     def are_known(self, parameters: Iterable[torch.Tensor]) -> None:
         """What was written to some parameters is known; those whose memory others still hold stay noted."""

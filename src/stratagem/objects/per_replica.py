@@ -15,10 +15,12 @@ import numpy as np
 import torch
 
 from stratagem import _torch, _tree
+from stratagem.devices.strict.streams import TORCH_TYPE
 from stratagem.errors import StrategyError
 from stratagem.processes.packing import Raw
 
 _INLINE_BYTES = 64 * 1024
+_WITH_PINNED_MEMORY = ("cuda", "xpu", TORCH_TYPE)  # devices that copy from the memory of the host by themselves
 
 InTurn = Callable[[], contextlib.AbstractContextManager[Any]]
 """Makes a block that one thread at a time is in."""
@@ -55,7 +57,15 @@ def brought(value: Any, device: torch.device, *, computes_on: torch.device) -> A
     """
     if computes_on.type == "cpu":
         return value
-    return _tree.map_only(torch.Tensor, lambda each: each.to(device), value)
+    return _tree.map_only(torch.Tensor, lambda each: _brought(each, device), value)
+
+
+def _brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device; on its way there the host does not wait for it, if it can be pinned."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.requires_grad
+    if is_plain and tensor.device.type == "cpu" and device.type in _WITH_PINNED_MEMORY:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 @final

@@ -1,7 +1,7 @@
 """How the values that replicas have of one variable become one; `sg.aggregate` chooses it for a buffer."""
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, final
 
 import torch
@@ -25,6 +25,8 @@ class Aggregation(enum.StrEnum):
 
 # Counters and metrics: those of all also while replicas train alone.
 COUNTED: Final = (Aggregation.SUM, Aggregation.MIN, Aggregation.MAX)
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+_HALF_BITS: Final = 32
 _CHOSEN: Final = "_stratagem_aggregations"  # of a module: texts, which travel with it
 _EXTREMES: Final = {"min_val": Aggregation.MIN, "max_val": Aggregation.MAX}
 # Modules of torch's whose buffers are no means; their subclasses too.
@@ -130,6 +132,80 @@ def joined(
         result = before.double() + collective.all_reduce(change * share if share else torch.zeros_like(change))
         return with_infinite_left_out(collective, result, now, share, before.isinf() & (result != before))
     return collective.broadcast(now, first)
+
+
+def join_in_one_sum(
+    sum_up: Callable[[torch.Tensor], torch.Tensor],
+    means: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    firsts: Sequence[torch.Tensor],
+    share: float,
+    is_first: bool,
+) -> None:
+    """Gives buffers the value of all replicas, in place, without a look at any; every one must come here.
+
+    The same as `joined` and `with_infinite_left_out`, for devices that the host had better not wait for.
+
+    Args:
+        sum_up: Sums a flat tensor over the replicas.
+        means: Buffers that become the mean, each with what all had.
+        firsts: Those that become what the first replica with examples has.
+        share: The weight of this replica in a mean; 0 if it has no examples.
+        is_first: Whether it is that first one.
+    """
+    numbers = [*_numbers_of_means(means, share), *_numbers_of_firsts(firsts, is_first)]
+    parts = iter(torch.split(sum_up(torch.cat(numbers)), [each.numel() for each in numbers]))
+    if means:
+        finite, weight, infinite, changes = (next(parts) for _ in range(4))
+        mean = torch.where((infinite != 0) & (weight > 0), finite / weight, finite + infinite)
+        before = _flat_doubles(before for _, before in means)
+        _give_out(torch.where(changes == 0, before, mean), [now for now, _ in means])
+    for each in firsts:
+        high, low = next(parts).to(torch.int64), next(parts).to(torch.int64)
+        bits = _bits_of(each)
+        whole = (high * 2**_HALF_BITS + low).to(bits.dtype).view(bits.shape)
+        each.copy_(torch.view_as_complex(_seen_as(whole, each)) if each.is_complex() else _seen_as(whole, each))
+
+
+def _numbers_of_means(means: Sequence[tuple[torch.Tensor, torch.Tensor]], share: float) -> list[torch.Tensor]:
+    """What is finite, its weight, what is not, and where anything has changed: what nobody changed keeps its bits."""
+    if not means:
+        return []
+    now, before = _flat_doubles(each for each, _ in means), _flat_doubles(each for _, each in means)
+    if not share:
+        return [torch.zeros_like(now)] * 4
+    is_infinite = now.isinf()
+    changed = (now != before) & ~(now.isnan() & before.isnan())
+    finite, infinite = now.masked_fill(is_infinite, 0.0), now.masked_fill(~is_infinite, 0.0)
+    return [finite * share, (~is_infinite).double() * share, infinite, changed.double()]
+
+
+def _numbers_of_firsts(firsts: Sequence[torch.Tensor], is_first: bool) -> list[torch.Tensor]:
+    """The bits of values in two halves, each of which a float64 holds as it is; zeros in all replicas but the first."""
+    numbers = []
+    for each in firsts:
+        bits = _bits_of(each).reshape(-1).to(torch.int64)
+        high = bits >> _HALF_BITS
+        halves = [high, bits - high * 2**_HALF_BITS]
+        numbers += [half.double() if is_first else torch.zeros_like(half, dtype=torch.float64) for half in halves]
+    return numbers
+
+
+def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.contiguous().view(_BITS[real.itemsize])
+
+
+def _seen_as(bits: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return bits.view(like.dtype.to_real() if like.is_complex() else like.dtype)
+
+
+def _flat_doubles(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([each.reshape(-1) for each in tensors]).double()
+
+
+def _give_out(row: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    for each, part in zip(targets, torch.split(row, [each.numel() for each in targets]), strict=True):
+        each.copy_(part.view(each.shape))
 
 
 def with_infinite_left_out(

@@ -2,7 +2,8 @@
 
 Parameters are packed into flat buckets in the reverse order of their making, which is about the
 order in which gradients come. A bucket that is full is summed at once; all replicas sum the same
-buckets in the same order. When the pass is done the replicas tell each other which parameters got
+buckets in the same order. Gradients are views of the memory in which they were summed, and the next pass takes
+that memory again once nobody holds them. When the pass is done the replicas tell each other which parameters got
 a gradient, so that zeros stand in where one replica has none, and nothing where all have none.
 """
 
@@ -22,6 +23,7 @@ from stratagem.variables.participant import Participant
 
 BUCKET_BYTES = 25 * 2**20
 _ABSENT, _PRESENT, _LATE = 0, 1, 2
+_MOST_ROWS = 2  # that a bucket keeps: of gradients that stay from pass to pass, and of those of the pass
 
 # Begins to sum a flat tensor over the replicas; the function that it returns waits for the sum.
 StartSum = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
@@ -82,6 +84,8 @@ class Buckets:
 
     def abandon(self) -> None:
         self._is_open = False
+        for bucket in self._buckets:
+            bucket.forget()
         if self._num_started:
             self._spoil()
 
@@ -103,7 +107,7 @@ class Buckets:
     def _start_next(self) -> None:
         bucket = self._buckets[self._num_started]
         self._num_started += 1
-        bucket.wait_for_sum = self._start_sum(bucket.flat)
+        bucket.wait_for_sum = self._start_sum(bucket.filled())
 
     def sum(self, gradients: Mapping[int, torch.Tensor]) -> Summed:
         start = time.monotonic()
@@ -120,7 +124,6 @@ class Buckets:
         while self._num_started < len(self._buckets):
             bucket = self._buckets[self._num_started]
             if any(found[name] for name in bucket.names):
-                bucket.fill_up()
                 self._start_next()
             else:
                 self._num_started += 1
@@ -133,9 +136,8 @@ class Buckets:
         return Summed({name for name, state in found.items() if state}, is_finite, bool(any_sparse))
 
     def total(self, name: int) -> torch.Tensor:
-        slot = self._bucket_of[name].slot(name, self._alone.get(name))
-        # No view of the bucket: the program may call `detach_()`, and what it writes to one changes no other's version.
-        return slot.new_empty(0).set_(slot.untyped_storage(), slot.storage_offset(), slot.shape, slot.stride())
+        # No view to autograd: the program may call `detach_()`, and what it writes to one changes no other's version.
+        return self._bucket_of[name].slot(name, self._alone.get(name)).data
 
     def end(self) -> None:
         for bucket in self._buckets:
@@ -210,6 +212,24 @@ class _BucketMember:
 
 
 @final
+class _BucketRow:
+    """Memory for the gradients of a bucket, one after the other."""
+
+    def __init__(self, flat: torch.Tensor, members: Mapping[int, _BucketMember]) -> None:
+        self.flat = flat
+        self.slots: dict[int, torch.Tensor] = {}
+        offset = 0
+        for name, known in members.items():
+            self.slots[name] = flat.as_strided(known.shape, known.stride, offset)
+            offset += known.numel
+        self._num_own_users = _torch.num_storage_users(flat)
+
+    def is_free(self) -> bool:
+        """Whether nobody else holds the memory: no gradient lies in it any more."""
+        return not self.flat.is_inference() and _torch.num_storage_users(self.flat) == self._num_own_users
+
+
+@final
 class _Bucket:
     """Some parameters of one dtype on one device, whose gradients are summed together."""
 
@@ -217,48 +237,71 @@ class _Bucket:
         self.names = list(members)
         self.missing: set[int] = set()
         self.wait_for_sum: Callable[[], torch.Tensor] | None = None
-        self.flat = torch.empty(0)
         self._members = members
-        self._offsets: dict[int, int] = {}
-        self._numel = 0
-        for name, known in members.items():
-            self._offsets[name] = self._numel
-            self._numel += known.numel
+        self._numel = sum(known.numel for known in members.values())
         self._dtype, self._device = next(iter(members.values())).kind
+        self._rows: list[_BucketRow] = []
+        # Of the pass under way
+        self._arrived: dict[int, torch.Tensor] = {}
+        self._row: _BucketRow | None = None
+        self._sum: _BucketRow | None = None
 
     def empty(self) -> None:
-        """Begins a new pass. In new memory: gradients of the last one belong to whoever holds them."""
-        self.flat = torch.empty(self._numel, dtype=self._dtype, device=self._device)
-        self.missing = set(self.names)
-        self.wait_for_sum = None
+        """Begins a new pass. Gradients of earlier ones belong to whoever holds them, with their memory."""
+        self._row = next((row for row in self._rows if row.is_free()), None)
+        if self._row is None:
+            flat = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+            self._row = _BucketRow(flat, self._members)
+            self._rows = [*self._rows, self._row][-_MOST_ROWS:]
+        self.missing, self._arrived = set(self.names), {}
+        self.wait_for_sum = self._sum = None
 
     def put(self, name: int, gradient: torch.Tensor) -> None:
-        self.slot(name).copy_(gradient)
+        self._arrived[name] = gradient
         self.missing.discard(name)
 
-    def fill_up(self) -> None:
-        for name in self.missing:
-            self.slot(name).zero_()
+    def filled(self) -> torch.Tensor:
+        """All gradients that have come, in one row, with zeros for the others."""
+        row = self._current_row()
+        if self._arrived:
+            _torch.foreach_copy_([row.slots[name] for name in self._arrived], list(self._arrived.values()))
+        if self.missing:
+            _torch.foreach_zero_([row.slots[name] for name in self.missing])
+        self._arrived = {}
+        return row.flat
 
     def take_sum(self) -> torch.Tensor:
-        if self.wait_for_sum is not None:
-            self.flat = self.wait_for_sum()
-        return self.flat
+        row = self._current_row()
+        flat = row.flat if self.wait_for_sum is None else self.wait_for_sum()
+        self._sum = row if flat is row.flat else _BucketRow(flat, self._members)
+        return flat
 
     def let_go(self) -> None:
         """Leaves the memory to the gradients that lie in it."""
-        self.flat, self.wait_for_sum = torch.empty(0), None
+        self._row = self._sum = self.wait_for_sum = None
+        self._arrived = {}
+
+    def forget(self) -> None:
+        """Ends a pass that has failed: sums may still go on in the memory."""
+        self._rows = []
+        self.let_go()
 
     def slot(self, name: int, alone: torch.Tensor | None = None) -> torch.Tensor:
-        """The gradient of a parameter in the bucket, or in a row of its own."""
-        known = self._members[name]
-        row, offset = (self.flat, self._offsets[name]) if alone is None else (alone, 0)
-        return row.as_strided(known.shape, known.stride, offset)
+        """The summed gradient of a parameter in the bucket, or in a row of its own."""
+        if alone is not None:
+            known = self._members[name]
+            return alone.as_strided(known.shape, known.stride, 0)
+        return (self._sum or self._current_row()).slots[name]
 
     def new_row(self, name: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A row of zeros for one gradient alone, and the gradient in it."""
         row = torch.zeros(self._members[name].numel, dtype=self._dtype, device=self._device)
         return row, self.slot(name, row)
+
+    def _current_row(self) -> _BucketRow:
+        if self._row is None:
+            raise RuntimeError("no pass is under way")
+        return self._row
 
 
 def _packed(members: Mapping[int, _BucketMember]) -> list[_Bucket]:

@@ -6,7 +6,7 @@ runs is sent to the others by value.
 
 A write between runs is found by the version counter of a parameter. Torch does not count writes
 through `.data`: a parameter is sent after each time that was taken, and as long as somebody has kept it.
-Buffers are compared with what they were, because torch does not count what batch normalization does.
+Which buffers were written to `BufferChanges` finds; on accelerators the host waits for none of them.
 """
 
 import dataclasses
@@ -20,8 +20,16 @@ from stratagem import _torch
 from stratagem.collectives.reconnecting import Meet, TorchLink
 from stratagem.errors import StrategyError
 from stratagem.variables import agreement
-from stratagem.variables.aggregation import COUNTED, Aggregation, default_of, joined, with_infinite_left_out
+from stratagem.variables.aggregation import (
+    COUNTED,
+    Aggregation,
+    default_of,
+    join_in_one_sum,
+    joined,
+    with_infinite_left_out,
+)
 from stratagem.variables.buckets import Buckets
+from stratagem.variables.buffers import BufferChanges
 from stratagem.variables.copies import Copies, Written
 from stratagem.variables.ledger import Ledger, is_as_marked, mark
 from stratagem.variables.participant import Participant, Updating
@@ -63,7 +71,7 @@ class PrivateCopies(Copies):
         super().__init__(Ledger(runtime, self._buckets), link)
         self._runtime = runtime
         self._buffers: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._before: dict[int, torch.Tensor] = {}
+        self._changes = BufferChanges(runtime.device)
         self._agreed: dict[int, torch.Tensor] = {}  # of buffers: what all last had
         self._forms: dict[int, Any] = {}
         self._marks: dict[int, Any] = {}
@@ -105,7 +113,8 @@ class PrivateCopies(Copies):
                 self._marks[each.name] = mark(tensor)
             else:
                 self._buffers[each.name] = weakref.ref(tensor)
-                self._note_agreed(each.name, tensor)
+                self._changes.add(tensor)
+                self._note_agreed({each.name: tensor})
 
     def drop(self, names: set[int]) -> None:
         """Not on several machines, where the garbage collector may have been earlier on one than on another."""
@@ -114,9 +123,11 @@ class PrivateCopies(Copies):
         self.ledger.drop(names)
         if self._buckets is not None:
             self._buckets.drop(names)
-        for known in (self._buffers, self._before, self._agreed, self._forms, self._marks):
+        for known in (self._buffers, self._agreed, self._forms, self._marks):
             for name in names & known.keys():
                 del known[name]
+        for name in names:
+            self._changes.drop(name)
 
     # Between runs
 
@@ -129,11 +140,13 @@ class PrivateCopies(Copies):
                 written.values[name] = _on_host(parameter)
         for name, gradient in self.ledger.changed_gradients().items():
             written.gradients[name] = None if gradient is None else _on_host(gradient)
-        for name, buffer in self.buffers():
+        buffers = dict(self.buffers())
+        for name, buffer in buffers.items():
             self._check_form(name, buffer)
-            if name not in self._before or not torch.equal(buffer, self._before[name]):
-                written.values[name] = _on_host(buffer)
-                self._note_agreed(name, buffer)
+        found = self._changes.between_runs(buffers)
+        changed = {name: buffer for name, buffer in buffers.items() if name in found}
+        written.values.update({name: _on_host(buffer) for name, buffer in changed.items()})
+        self._note_agreed(changed)
         if self._runtime.recipe.num_machines > 1:
             written.told.update({f"tensor {name}": agreement.checksum(each) for name, each in written.values.items()})
         return written
@@ -143,8 +156,7 @@ class PrivateCopies(Copies):
         tensors = dict(self.ledger.parameters()) | dict(self.buffers())
         for name, value in written.values.items():
             tensors[name].copy_(value)
-            if name in self._buffers:
-                self._note_agreed(name, tensors[name])
+        self._note_agreed({name: tensors[name] for name in written.values if name in self._buffers})
         self.ledger.receive_gradients(written.gradients)
 
     def note_state(self) -> None:
@@ -153,7 +165,8 @@ class PrivateCopies(Copies):
         self.ledger.note_gradients()
 
     def forget_state(self) -> None:
-        self._before, self._marks, self._failed = {}, {}, True
+        self._marks, self._failed = {}, True
+        self._changes.forget()
         self.ledger.forget_gradients()
 
     # A run
@@ -175,32 +188,64 @@ class PrivateCopies(Copies):
 
     def _join(self, names: Iterable[int], share: float, *, all_of_them: bool = False) -> None:
         """Brings some buffers to one state, in all replicas: those that any has changed, or all."""
-        buffers, collective, names = dict(self.buffers()), self._runtime.collective, list(names)
-        own = [all_of_them or self._is_changed(name, buffers) for name in names]
-        rows = self._runtime.collective.all_gather(torch.tensor(own, dtype=torch.uint8))
+        buffers, names = dict(self.buffers()), list(names)
+        own = (
+            set(names)
+            if all_of_them
+            else self._changes.in_step({name: buffers[name] for name in names if name in buffers})
+        )
+        rows = self._runtime.collective.all_gather(torch.tensor([name in own for name in names], dtype=torch.uint8))
         changed = [name for name, anywhere in zip(names, torch.stack(rows).amax(0), strict=True) if anywhere]
-        how = {name: self._chosen.get(name, default_of(self._before[name].dtype)) for name in changed}
+        how = {name: self._chosen.get(name, default_of(self._agreed[name].dtype)) for name in changed}
         # A buffer that is gone here, and not yet elsewhere, takes part for the others.
-        now = {name: buffers.get(name, self._before[name]) for name in changed}
-        means = [name for name in changed if how[name] is Aggregation.MEAN]
-        for name in changed:
-            if name not in means:
-                before = self._agreed.get(name, self._before[name])
-                first = self._runtime.first_with_examples
-                now[name].copy_(joined(collective, how[name], before, now[name], share, first))
+        now = {name: buffers.get(name, self._agreed[name]) for name in changed}
+        if self.link is not None and self._runtime.device.type != "cpu":
+            self._join_beside(now, how, share)
+        else:
+            self._join_here(now, how, share)
+        self._note_agreed(now)
+
+    def _join_here(self, now: Mapping[int, torch.Tensor], how: Mapping[int, Aggregation], share: float) -> None:
+        """Joins buffers by what replicas exchange through the memory of the host."""
+        collective = self._runtime.collective
+        means = [each for name, each in now.items() if how[name] is Aggregation.MEAN]
+        self._join_each({name: each for name, each in now.items() if how[name] is not Aggregation.MEAN}, how, share)
         if means:
             # All in one row: many are small. In float64, so that what is equal everywhere stays as it is.
-            values = torch.cat([now[name].double().flatten() for name in means])
+            values = torch.cat([each.double().flatten() for each in means])
             mean = collective.all_reduce(values * share if share else torch.zeros_like(values))
             mean = with_infinite_left_out(collective, mean, values, share, ~mean.isfinite())
-            parts = torch.split(mean, [self._before[name].numel() for name in means])
-            for name, part in zip(means, parts, strict=True):
-                now[name].copy_(part.view(self._before[name].shape))
-        for name in changed:
-            self._note_agreed(name, now[name])
+            for each, part in zip(means, torch.split(mean, [each.numel() for each in means]), strict=True):
+                each.copy_(part.view(each.shape))
 
-    def _note_agreed(self, name: int, buffer: torch.Tensor) -> None:
-        self._before[name] = self._agreed[name] = buffer.detach().clone()
+    def _join_beside(self, now: Mapping[int, torch.Tensor], how: Mapping[int, Aggregation], share: float) -> None:
+        """Joins buffers by one sum on the device; counters and metrics, of which there are few, one by one."""
+        means = [(each, self._agreed[name]) for name, each in now.items() if how[name] is Aggregation.MEAN]
+        firsts = [each for name, each in now.items() if how[name] is Aggregation.FIRST]
+        self._join_each({name: each for name, each in now.items() if how[name] in COUNTED}, how, share)
+        if means or firsts:
+            is_first = self._runtime.first_with_examples == self._runtime.global_rank
+            join_in_one_sum(self._sum_on_device, means, firsts, share, is_first)
+
+    def _join_each(self, now: Mapping[int, torch.Tensor], how: Mapping[int, Aggregation], share: float) -> None:
+        for name, each in now.items():
+            first = self._runtime.first_with_examples
+            each.copy_(joined(self._runtime.collective, how[name], self._agreed[name], each, share, first))
+
+    def _sum_on_device(self, flat: torch.Tensor) -> torch.Tensor:
+        if self.link is None:
+            raise RuntimeError("only replicas that torch.distributed connects sum on their devices")
+        return self.link.start_sum(flat)()
+
+    def _note_agreed(self, buffers: Mapping[int, torch.Tensor]) -> None:
+        """Takes what some buffers hold as what all have; in the memory of what they had, if there is any."""
+        kept = {name: each for name, each in buffers.items() if _can_hold(self._agreed.get(name), each)}
+        if kept:
+            _torch.foreach_copy_([self._agreed[name] for name in kept], [each.detach() for each in kept.values()])
+        for name, buffer in buffers.items():
+            if name not in kept:
+                self._agreed[name] = buffer.detach().clone()
+            self._changes.note(name, buffer, self._agreed[name])
 
     @torch.no_grad()
     def join_counters(self) -> None:
@@ -211,13 +256,13 @@ class PrivateCopies(Copies):
     @torch.no_grad()
     def keep_own(self) -> None:
         for name, buffer in self.buffers():
-            self._before[name] = buffer.detach().clone()
+            self._changes.note(name, buffer, buffer.detach().clone())
 
     @torch.no_grad()
     def take_back_buffers(self) -> None:
         for name, buffer in self.buffers():
             if buffer.is_floating_point() or self._chosen.get(name, Aggregation.FIRST) is not Aggregation.FIRST:
-                buffer.copy_(self._before[name])
+                buffer.copy_(self._changes.before[name])
 
     def close(self) -> None:
         if self._runtime.rank == 0:
@@ -232,9 +277,6 @@ class PrivateCopies(Copies):
 
     def _sum_at_the_end(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
         return lambda: self._runtime.collective.all_reduce(flat)
-
-    def _is_changed(self, name: int, buffers: Mapping[int, torch.Tensor]) -> bool:
-        return name in buffers and not torch.equal(buffers[name], self._before[name])
 
     def buffers(self) -> Iterator[tuple[int, torch.Tensor]]:
         for name, reference in self._buffers.items():
@@ -257,6 +299,11 @@ def _nothing() -> None:
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a tensor, in memory of their own: what lies in that of the tensor travels as a name."""
     return tensor.detach().to(_CPU, copy=True)
+
+
+def _can_hold(kept: torch.Tensor | None, buffer: torch.Tensor) -> bool:
+    """Whether a copy of a buffer can be written over with what the buffer holds now."""
+    return kept is not None and not kept.is_inference() and kept is not buffer and _form(kept) == _form(buffer)
 
 
 def _form(tensor: torch.Tensor) -> Any:

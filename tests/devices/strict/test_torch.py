@@ -4,22 +4,25 @@ import os
 
 import pytest
 
-from tests.devices.strict import accelerator_cases, in_a_program, strategy_cases, torch_cases
+from tests.devices.strict import accelerator_cases, in_a_program, strategy_cases, torch_cases, wait_cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-PROGRAMS = (torch_cases, strategy_cases, accelerator_cases)
-CASES = [case for program in PROGRAMS for case in in_a_program.cases_of(program)]
+MODULES = (torch_cases, strategy_cases, accelerator_cases, wait_cases)
+CASES = [(module.__name__, case) for module in MODULES for case in in_a_program.cases_of(module)]
 
 
 @pytest.fixture(scope="module")
-def outcomes(forked_tasks: None) -> dict[str, str | None]:
-    environment = dict(os.environ)
-    found = [in_a_program.outcomes_of(program, environment) for program in PROGRAMS]
-    return {case: outcome for each in found for case, outcome in each.items()}
+def outcomes(forked_tasks: None) -> dict[tuple[str, str], str | None]:
+    """What came of the cases, by module and name."""
+    return {
+        (module.__name__, case): outcome
+        for module in MODULES
+        for case, outcome in in_a_program.outcomes_of(module, dict(os.environ)).items()
+    }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_program_on_strict_devices(case: str, outcomes: dict[str, str | None]) -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[1])
+def test_program_on_strict_devices(case: tuple[str, str], outcomes: dict[tuple[str, str], str | None]) -> None:
     if outcomes[case] is not None:
         pytest.fail(str(outcomes[case]), pytrace=False)
