@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak test-keras test-busy test-docs docs docs-serve check format bench clean
+.PHONY: help setup demo test soak test-keras test-busy test-docs docs docs-serve dist check format bench clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 11
@@ -55,6 +55,9 @@ docs: $(DOCS_READY)  ## Build the site in build/docs/html; a warning or a dead l
 docs-serve: $(DOCS_READY)  ## Build the site and show it at http://127.0.0.1:8000; PORT=9000 takes another port
 	@$(RUN)/python docs/make_site.py --serve $(or $(PORT),8000)
 
+dist: $(READY)  ## Build the wheel and the sdist in dist
+	@$(RUN)/python -m build --no-isolation --outdir dist
+
 check: $(READY)  ## What to run before a commit: format, lint, types, the fast tests
 	@$(RUN)/ruff format --check .
 	@$(RUN)/ruff check .
@@ -81,4 +84,4 @@ bench: $(READY)  ## Measure; tables on the screen, figures in benchmarks/results
 	@$(RUN)/python -m benchmarks.placement
 
 clean:  ## Remove what the other targets made
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis benchmarks/results build
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis benchmarks/results build dist

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from stratagem.training.towers import average_gradients as average_gradients
     from stratagem.variables.aggregation import aggregate as aggregate
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 # What `sg.NAME` is: a module of its own, or a name inside one.
 _MODULES = ("cluster", "config", "devices", "errors", "estimator", "metrics")
