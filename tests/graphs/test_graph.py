@@ -27,6 +27,14 @@ def devices(graph: sg.Graph) -> dict[str, str]:
     return {node.name: str(node.spec) for node in graph.nodes}
 
 
+def test_graph_is_entered_as_tensorflow_writes_it() -> None:
+    graph = sg.Graph()
+    with graph.as_default() as entered:
+        doubled = sg.constant(torch.ones(2)) * 2
+    assert entered is graph
+    assert sg.Session(graph).run(doubled).tolist() == [2.0, 2.0]
+
+
 def test_graph_names_and_places_what_it_records() -> None:
     graph, total = two_products("/gpu:2", "/device:GPU:3")
     assert names(graph) == ["Const", "Const_1", "MatMul", "Const_2", "Const_3", "MatMul_1", "AddN"]

@@ -86,6 +86,10 @@ class Graph(StaysHere):
                 return NodeOutput(node, int(index or 0))
         raise GraphError(f"there is no {name!r} in the graph{_nearest(operation, self.recorder.nodes)}")
 
+    def as_default(self) -> Self:
+        """The graph itself: `with graph.as_default():`, as TensorFlow writes it, is `with graph:`."""
+        return self
+
     def __enter__(self) -> Self:
         stack = contextlib.ExitStack()
         stack.enter_context(scopes.recording())
