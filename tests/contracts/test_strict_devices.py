@@ -15,7 +15,7 @@ from tests.contracts.strategies_under_test import STRICT, STRICT_ROWS
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_tasks")]
 
 
-# Every row keeps the contract of strategies; two of them differ from others in who starts replicas only.
+# Every row keeps the contract of strategies; three of them differ from others in who starts replicas only.
 _SELDOM = ("strict one device", "strict parameter server 2", "strict 2 workers of 1")
 _FEWEST = {
     "test_strategies.py": 15,
@@ -29,7 +29,6 @@ _CHOSEN = [
     ),
     ("test_collectives.py", "3 strict GPUs"),
     ("test_keras.py", "strict mirrored 2"),
-    pytest.param("test_keras.py", "strict one device", marks=pytest.mark.soak),
 ]
 
 
