@@ -1,6 +1,7 @@
 """What programs do on GPUs with inputs, statistics, workers and shares, on strict devices; see `in_a_program`."""
 
 import contextlib
+import importlib
 import threading
 from typing import Any
 
@@ -150,3 +151,14 @@ def case_share_that_is_full_is_named() -> None:
     ):
         strategy.run(lambda: torch.empty(80 * 2**20, dtype=torch.uint8, device="gpu"))
     assert (caught.value.device, caught.value.limit_bytes) == ("/device:GPU:1", 64 * 2**20)
+
+
+def case_keras_shuffles_on_one_device() -> None:
+    keras = importlib.import_module("keras")
+    keras.utils.set_random_seed(0)
+    with sg.OneDeviceStrategy("gpu:1") as strategy:
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile(loss="mse", optimizer="sgd")
+        losses = model.fit(torch.ones(8, 3).numpy(), torch.ones(8, 1).numpy(), batch_size=4, epochs=3, verbose=0)
+    assert losses.history["loss"][-1] < losses.history["loss"][0]

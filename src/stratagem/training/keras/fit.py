@@ -211,7 +211,8 @@ def _build_in_scope(original: Callable[..., Any], model: Any, *args: Any, **kwar
     strategy = _owners.get(model)
     if strategy is None or context.current_replica() or not _is_open(strategy):
         return original(model, *args, **kwargs)
-    with strategy.scope(), metric_state.for_loop():
+    # It looks at a batch, which loaders make on the host; Keras says itself where its variables are.
+    with strategy.scope(), torch.device("cpu"), metric_state.for_loop():
         return original(model, *args, **kwargs)
 
 
