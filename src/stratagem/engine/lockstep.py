@@ -80,7 +80,7 @@ class LocalReplicas(Driver):
             stall_timeout_s=stall_timeout_s,
             children=elsewhere.children if elsewhere is not None else None,
         )
-        self._captured = Captured(self.distribution.registry)
+        self._captured = Captured(self.distribution.registry, self.distribution.steady)
         self._random_numbers = RandomNumbers(
             recipe.first, apart=recipe.num_machines > 1, on_device=devices[0].torch_device.type != "cpu"
         )

@@ -135,9 +135,9 @@ class Buckets:
         self._replica.signals.waited_s += time.monotonic() - start
         return Summed({name for name, state in found.items() if state}, is_finite, bool(any_sparse))
 
-    def total(self, name: int) -> torch.Tensor:
+    def totals(self, names: Sequence[int]) -> list[torch.Tensor]:
         # No view to autograd: the program may call `detach_()`, and what it writes to one changes no other's version.
-        return self._bucket_of[name].slot(name, self._alone.get(name)).data
+        return [self._bucket_of[name].slot(name, self._alone.get(name)).data for name in names]
 
     def end(self) -> None:
         for bucket in self._buckets:

@@ -254,7 +254,7 @@ class ParameterWorkers(Driver):
         self.num_runs += 1
         seed, changes = self._random_numbers.new_seed(), self.distribution.changes()
         self._random_numbers.note_run()
-        if changes:
+        if changes or not self.distribution.steady.is_so:
             self.distribution.note_state()
         for record in self.scheduler.records.values() if changes or seed is not None else ():
             record.tell(changes, seed)
