@@ -10,7 +10,7 @@ import itertools
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
@@ -76,6 +76,18 @@ class MainSide(Protocol):
 
     def drop(self, names: Sequence[int]) -> None:
         """Lets go of what the program has dropped."""
+
+
+class Given(NamedTuple):
+    """The tensors that are arguments of a function, by `id`: they are its inputs.
+
+    Attributes:
+        all: All of them.
+        parts: Those that are parts of a batch.
+    """
+
+    all: Container[int]
+    parts: Container[int]
 
 
 @final
@@ -164,28 +176,27 @@ class Distribution:
     def _described(self, objects: Mapping[int, Any]) -> state_diff.Snapshot:
         return state_diff.snapshot({name: obj for name, obj in objects.items() if name}, self.registry.reference)
 
-    def reference_in_run(self, obj: Any, given: Container[int] = (), parts: Container[int] = ()) -> int | None:
+    def reference_in_run(self, obj: Any, given: Callable[[], Given]) -> int | None:
         """The name of an object that a function mentions; refuses what was made elsewhere and can be trained.
 
         Args:
             obj: The object.
-            given: The tensors that are arguments of the function, by `id`: they are its inputs.
-            parts: Those among them that are parts of a batch.
+            given: Tells which tensors are arguments of the function.
         """
         name = self.registry.reference(obj)
         if name is None and isinstance(obj, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
-            self._refuse(obj, given, parts)
+            self._refuse(obj, given)
         return name
 
-    def _refuse(self, obj: Any, given: Container[int], parts: Container[int]) -> None:
+    def _refuse(self, obj: Any, given: Callable[[], Given]) -> None:
         if isinstance(obj, torch.Tensor) and not isinstance(obj, torch.nn.Parameter):
-            if obj.grad_fn is not None and id(obj) not in parts:
+            if obj.grad_fn is not None and id(obj) not in given().parts:
                 raise StrategyError(
                     f"a tensor of shape {tuple(obj.shape)} with a graph ({obj.grad_fn.name()}) cannot be sent to the "
                     f"replicas: gradients would not come back through it; compute it inside the function, or send "
                     f"tensor.detach()"
                 )
-            if obj.requires_grad and id(obj) not in given:
+            if obj.requires_grad and id(obj) not in given().all:
                 raise StrategyError(
                     f"the function uses a tensor of shape {tuple(obj.shape)} with requires_grad=True that is no "
                     f"parameter, so that each replica would train one of its own; make it "

@@ -340,8 +340,9 @@ class _Preparation:
         self._todo += classes | {type(node.get()) for node in nodes if isinstance(node.kind, kinds.Module)}
         for node in nodes:
             self._find_changes(node)
-        self._todo += [each for root in roots for each in _arguments(root)]
-        for each in [each for root in roots for each in _given_generators(root)]:
+        generators: list[torch.Generator] = []
+        _follow_arguments(roots, self._todo, generators)
+        for each in generators:
             if self._captured.node_of(each) is None:
                 node = self._captured.add(each, GIVEN_RANDOM)
                 self._new[node.name] = node, each
@@ -504,20 +505,17 @@ def _can_change(value: Any) -> bool:
     return not (type(value) in FIXED or kinds.is_opaque(value))
 
 
-def _arguments(root: Any) -> list[Any]:
-    """What of a function or of its arguments is followed: values of single replicas are not."""
-    if isinstance(root, _OF_ONE_REPLICA):
-        return []
-    if type(root) is tuple or any(isinstance(each, _OF_ONE_REPLICA) for each in _tree.leaves(root)):
-        parts = root.values() if isinstance(root, dict) else root if isinstance(root, tuple | list) else ()
-        return [each for part in parts for each in _arguments(part)]
-    return [root]
-
-
-def _given_generators(root: Any) -> list[torch.Generator]:
-    """The generators of single replicas among arguments."""
-    leaves = [each for each in _tree.leaves(root) if isinstance(each, PerReplica)]
-    return [own for each in leaves for own in each.held if isinstance(own, torch.Generator)]
+def _follow_arguments(value: Any, todo: list[Any], generators: list[torch.Generator]) -> None:
+    """Finds what of a function and its arguments is followed: of values of single replicas only their generators."""
+    if isinstance(value, PerReplica):
+        generators += [own for own in value.held if isinstance(own, torch.Generator)]
+    elif type(value) in FIXED or isinstance(value, _OF_ONE_REPLICA):
+        return
+    elif type(value) is tuple or any(isinstance(each, _OF_ONE_REPLICA) for each in _tree.leaves(value)):
+        for each in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
+            _follow_arguments(each, todo, generators)
+    else:
+        todo.append(value)
 
 
 _OF_ONE_REPLICA = (PerReplica, Deferred, Raw)

@@ -287,9 +287,9 @@ def copied(value: Any, is_reference: Callable[[Any], bool]) -> Any:
     return _tree.map(copy, value)
 
 
-def counts_of(*values: Any) -> tuple[int, ...] | None:
+def counts_of(values: Sequence[Any]) -> tuple[int, ...] | None:
     """How many examples each replica has in the distributed batch among some values, if there is one."""
-    return next((each.counts for each in _tree.leaves(values) if isinstance(each, PerReplica) and each.counts), None)
+    return next((each.counts for each in values if isinstance(each, PerReplica) and each.counts), None)
 
 
 def reduce(op: str, value: PerReplica, axis: int | None = None, *, weighted: bool) -> Any:
