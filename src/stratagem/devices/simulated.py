@@ -9,8 +9,10 @@ import dataclasses
 from collections.abc import Iterable
 
 from stratagem._env import SIMULATE
+from stratagem.devices import kind_table
 from stratagem.devices.device import MIB, DeviceDetails, check_memory_limit, mib
-from stratagem.devices.device_spec import CPU, GPU, parse_kind
+from stratagem.devices.device_spec import parse_kind
+from stratagem.devices.kind_table import CPU
 from stratagem.errors import DeviceConfigurationError, DeviceTypeError, EnvironmentVariableError, StratagemError
 
 
@@ -44,8 +46,9 @@ class Simulation:
         check_memory_limit(self.memory_limit)
         if type(self.strict) is not bool:
             raise DeviceTypeError(f"strict is True or False, got {self.strict!r}")
-        if self.strict and self.kind != GPU:
-            raise DeviceConfigurationError(f"strict devices are GPUs, got {self.kind}; leave strict out")
+        if self.strict and self.kind not in kind_table.strict_kinds():
+            kinds = " or ".join(f"{each}s" for each in kind_table.strict_kinds())
+            raise DeviceConfigurationError(f"strict devices are {kinds}, got {self.kind}; leave strict out")
 
     def details(self, host_memory_bytes: int, num_cores: int) -> DeviceDetails:
         """What each of the devices is, on a machine with so much memory and so many cores."""

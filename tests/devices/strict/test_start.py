@@ -25,13 +25,14 @@ def test_variable_asks_for_strict_devices() -> None:
     assert read_variable("gpu:4:strict", memory) == {"GPU": Simulation("GPU", 4, None, strict=True)}
     assert read_variable("GPU:4:512:Strict", memory) == {"GPU": Simulation("GPU", 4, 512, strict=True)}
     assert read_variable("gpu:4:512", memory) == {"GPU": Simulation("GPU", 4, 512)}
+    assert read_variable("tpu:2:strict", memory) == {"TPU": Simulation("TPU", 2, None, strict=True)}
     for wrong in ("gpu:4:strictly", "gpu:4:512:512", "gpu:strict", "gpu:4:strict:512", "xpu:2:strict"):
         with pytest.raises(sg.errors.EnvironmentVariableError, match="STRATAGEM_SIMULATE="):
             read_variable(wrong, memory)
 
 
-def test_only_gpus_can_be_strict(inventory: Inventory) -> None:
-    with pytest.raises(sg.errors.DeviceConfigurationError, match="strict devices are GPUs, got XPU"):
+def test_only_gpus_and_tpus_can_be_strict(inventory: Inventory) -> None:
+    with pytest.raises(sg.errors.DeviceConfigurationError, match="strict devices are GPUs or TPUs, got XPU"):
         sg.config.simulate_devices("XPU", 2, strict=True)
     with pytest.raises(sg.errors.DeviceTypeError, match="strict is True or False, got 'yes'"):
         sg.config.simulate_devices("GPU", 2, strict="yes")  # type: ignore[arg-type]

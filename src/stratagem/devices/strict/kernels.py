@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from stratagem import _torch
 from stratagem.devices.strict import counts, device_memory, streams
-from stratagem.devices.strict.streams import TORCH_TYPE
+from stratagem.devices.strict.slot import HELD
 
 _HOST_ARGUMENTS: Final = {
     "_pack_padded_sequence": "lengths",
@@ -144,7 +144,7 @@ def _device_of(operation: Any, plan: _Plan, given: dict[str, Any]) -> int:
     for key, value in given.items():
         for tensor in _tensors_in(value):
             device = tensor.device
-            if device.type != TORCH_TYPE and (not tensor.dim() or key == from_host) and key not in plan.written:
+            if device.type != HELD.torch_type and (not tensor.dim() or key == from_host) and key not in plan.written:
                 continue
             if found is not None and device != found:
                 raise RuntimeError(
@@ -152,15 +152,17 @@ def _device_of(operation: Any, plan: _Plan, given: dict[str, Any]) -> int:
                     f"{device}! (when checking argument for argument {key} in {operation})"
                 )
             found = device
-    if found is None or found.type != TORCH_TYPE:  # made from nothing, or all of it is from the host by its own rule
+    if (
+        found is None or found.type != HELD.torch_type
+    ):  # made from nothing, or all of it is from the host by its own rule
         wanted = given.get("device")
-        return streams.index_of(wanted if wanted is not None and wanted.type == TORCH_TYPE else None)
+        return streams.index_of(wanted if wanted is not None and wanted.type == HELD.torch_type else None)
     return found.index
 
 
 def _inside(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return device_memory.to_host(value) if value.device.type == TORCH_TYPE else value
+        return device_memory.to_host(value) if value.device.type == HELD.torch_type else value
     if isinstance(value, list | tuple):
         return [_inside(each) for each in value]
     return value
@@ -222,7 +224,7 @@ def _drawing(operation: Any, plan: _Plan, inside: dict[str, Any], index: int) ->
         given = inside.get("generator")
         if given is not None and (found := streams.device_of(given)).index != index:
             raise RuntimeError(
-                f"Expected a '{TORCH_TYPE}:{index}' device for generator but found '{found}' in {operation}"
+                f"Expected a '{HELD.torch_type}:{index}' device for generator but found '{found}' in {operation}"
             )
         inside["generator"] = own if given is None else given
         yield
@@ -294,7 +296,7 @@ def _product(size: Any) -> int:
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Copies within a device, between two, to and from the host; the host waits where a real one would."""
     with _torch.without_function_modes():
-        inner, outer = source.device.type == TORCH_TYPE, target.device.type == TORCH_TYPE
+        inner, outer = source.device.type == HELD.torch_type, target.device.type == HELD.torch_type
         index = target.device.index if outer else source.device.index
         counts.note_kernel("copy_", index, streams.current_stream_number(index))
         if inner != outer and not (non_blocking and device_memory.is_pinned(target if inner else source)):
