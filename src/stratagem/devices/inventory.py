@@ -31,6 +31,7 @@ from stratagem.errors import (
     DevicesInUseError,
     DeviceTypeError,
     DeviceWarning,
+    EnvironmentVariableError,
 )
 
 
@@ -205,7 +206,12 @@ class Inventory:
         """Lets torch know the strict devices that are asked for, before a program names one."""
         for simulation in self._simulations().values():
             if simulation.strict:
-                self._strict_accelerator(simulation)
+                try:
+                    self._strict_accelerator(simulation)
+                except DeviceConfigurationError as error:
+                    if simulation.kind in self._simulated:
+                        raise
+                    raise EnvironmentVariableError(f"{_env.SIMULATE}={_env.simulate()!r}: {error}") from error
 
     # Finding one by name
 

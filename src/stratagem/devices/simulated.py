@@ -99,6 +99,12 @@ def read_variable(text: str | None, host_memory_bytes: int) -> dict[str, Simulat
         if simulation.kind in simulations:
             raise EnvironmentVariableError(f"{SIMULATE}={text!r} gives {simulation.kind} twice; give it once")
         simulations[simulation.kind] = simulation
+    strict_kinds = [each.kind for each in simulations.values() if each.strict]
+    if len(strict_kinds) > 1:
+        raise EnvironmentVariableError(
+            f"{SIMULATE}={text!r}: all strict devices of a process are of one kind, got {', '.join(strict_kinds)}; "
+            f"leave strict out for the others"
+        )
     try:
         check_fit(simulations.values(), host_memory_bytes)
     except DeviceConfigurationError as error:

@@ -75,6 +75,8 @@ def register() -> None:
     _torch.take_private_slot(HELD.torch_type, device_module.module())
     anything = library("_", "IMPL")
     anything.fallback(kernels.run, _KEY)
+    for key, what in kernels.REFUSED.items():
+        anything.fallback(functools.partial(kernels.refuse, what), key)
     aten = library("aten", "IMPL")
     for name, kernel in _own_kernels().items():
         aten.impl(name, kernel, _KEY)

@@ -92,6 +92,30 @@ def _on_cpu(operation: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         ) from error
 
 
+REFUSED: Final = {
+    "SparsePrivateUse1": "sparse",
+    "SparseCsrPrivateUse1": "sparse",
+    "QuantizedPrivateUse1": "quantized",
+    "NestedTensorPrivateUse1": "nested",
+}
+"""What strict devices do not hold, by torch's key for it."""
+
+
+def refuse(what: str, operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """What torch calls for every operation on tensors of such a sort."""
+    why = _WITHOUT.get(what, "")
+    raise NotImplementedError(
+        f"{operation} cannot run on strict devices: they hold dense tensors only, and this makes or takes a {what} "
+        f"one. {why}Compute this part on the CPU, with tensor.cpu()"
+    )
+
+
+_WITHOUT: Final = {
+    "sparse": "Layers take dense gradients with sparse=False, which real GPUs need not. ",
+    "nested": "Nested tensors of layout torch.jagged are made of dense ones. ",
+}
+
+
 @functools.cache
 def _plan_of(operation: Any) -> _Plan:
     schema = _torch.schema_of(operation)
@@ -122,7 +146,8 @@ def _plan_of(operation: Any) -> _Plan:
 def _as_tensor(number: complex, given: dict[str, Any]) -> torch.Tensor:
     """A number of the program, which torch hands over as such, in the type that it has beside the tensors of a call."""
     beside = next((each for value in given.values() for each in _tensors_in(value)), None)
-    return torch.tensor(number, dtype=None if beside is None else torch.result_type(beside, number))
+    made = torch.tensor(number)
+    return made if beside is None else made.to(torch.result_type(beside, number))  # as the CPU does, without a check
 
 
 def _name_of(operation: Any) -> str:
