@@ -83,7 +83,7 @@ def settle(parameters: Labelled, collective: Collective, step: int, who: str = "
         elif collective.rank:
             parameter.copy_(theirs)
     if found:
-        raise DriftError(_words({parameters[number][0]: apart for number, apart in found.items()}, who, step))
+        raise DriftError(_words([(parameters[number][0], apart) for number, apart in found.items()], who, step))
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -95,10 +95,9 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((far.max() / size).nan_to_num(nan=torch.inf, posinf=torch.inf))
 
 
-def _words(found: dict[str, list[float]], who: str, step: int) -> str:
+def _words(found: Sequence[tuple[str, list[float]]], who: str, step: int) -> str:
     """Names the parameter that is the farthest apart, where it is, and what to do."""
-    label = max(found, key=lambda each: max(found[each]))
-    apart = found[label]
+    label, apart = max(found, key=lambda each: max(each[1]))
     others = [rank for rank, far in enumerate(apart) if far]
     named = ", ".join(str(each) for each in others[:_MAX_NAMED]) + " and others" * (len(others) > _MAX_NAMED)
     more = f", and so have {len(found) - 1} more parameters" if len(found) > 1 else ""
