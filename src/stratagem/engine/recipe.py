@@ -6,7 +6,7 @@ is what `run` sends; it has one `Step` for each pass over a batch.
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, Final
 
 from stratagem.engine.sync import SumGradients, SyncPlan
 from stratagem.errors import StrategyError
@@ -21,6 +21,7 @@ _OPTIONS = {
 
 
 _EVERY_STEP = SumGradients()
+CHECK_COPIES_EVERY: Final = 100  # steps
 
 
 class Exchange(enum.Enum):
@@ -42,6 +43,7 @@ class Recipe:
         sync: When they agree.
         unused: What a gradient that only some replicas have means: `zero` in the others, or an `error`.
         on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
+        check_copies_every: After how many steps replicas compare their copies of the parameters; 0 for never.
         kept_on: The torch device on which variables are kept and updated once; empty if each replica updates.
         by_servers: Whether parameter servers update: replica 0 gives them the gradients, and gets new values.
         sizes: How many replicas each machine has; empty if there is one machine.
@@ -53,6 +55,7 @@ class Recipe:
     sync: SyncPlan = _EVERY_STEP
     unused: str = "zero"
     on_nonfinite: str = "skip"
+    check_copies_every: int = CHECK_COPIES_EVERY
     kept_on: str = ""
     by_servers: bool = False
     sizes: tuple[int, ...] = ()
@@ -82,6 +85,11 @@ class Recipe:
         for name, allowed in _OPTIONS.items():
             if getattr(self, name) not in allowed:
                 raise StrategyError(f"{name} is one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
+        every: Any = self.check_copies_every
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise StrategyError(
+                f"check_copies_every is a whole number of steps, or 0 for no comparison of copies, got {every!r}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -130,6 +130,10 @@ class Ledger:
             if parameter is not None:
                 yield name, parameter
 
+    def labelled(self) -> list[tuple[str, torch.Tensor | None]]:
+        """All parameters with their labels, in one order for all replicas; `None` for those that are gone."""
+        return [(self._labels[name], reference()) for name, reference in self._parameters.items()]
+
     def _name_of(self, parameter: torch.Tensor) -> int | None:
         name = self._names.get(id(parameter))
         return name if name is not None and self._parameters[name]() is parameter else None
