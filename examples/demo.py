@@ -181,7 +181,8 @@ def doubt(results: list[Result]) -> str:
     """What to say of the speeds where rounds differ by more than half, as on a busy machine; otherwise nothing."""
     one, *others = results
     for result in others:
-        least, *_, largest = result.speed_ratios(one)
+        ratios = result.speed_ratios(one)
+        least, largest = ratios[0], ratios[-1]
         if largest > 1.5 * least:
             return (
                 f"The machine was busy: {result.name} had {least:.2f} to {largest:.2f} x the speed of one device, "
