@@ -20,6 +20,7 @@ from stratagem.collectives.signals import PeerAborted, Signals
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.serving import hosting
 from stratagem.engine import child_calls, context
+from stratagem.engine.distribution import Given
 from stratagem.engine.joining import Elsewhere, connect, join
 from stratagem.engine.lifecycle import Driver, ReplicaResources
 from stratagem.engine.machines import Alone, Workers
@@ -80,7 +81,7 @@ class LocalReplicas(Driver):
             stall_timeout_s=stall_timeout_s,
             children=elsewhere.children if elsewhere is not None else None,
         )
-        self._captured = Captured(self.distribution.registry)
+        self._captured = Captured(self.distribution.registry, self.distribution.steady)
         self._random_numbers = RandomNumbers(
             recipe.first, apart=recipe.num_machines > 1, on_device=devices[0].torch_device.type != "cpu"
         )
@@ -323,8 +324,6 @@ class LocalReplicas(Driver):
         roots = arguments.args, tuple(arguments.kwargs.values()), arguments.batches
         delivery = self._captured.prepare(function, *roots, tuple(call.changes.values()))
         parts = [arguments.part(rank, sent=True) for rank in range(1, len(self._devices))]
-        given = {id(each) for part in parts for each in part.leaves() if isinstance(each, torch.Tensor)}
-        of_batches = given - {id(each) for each in arguments.leaves()}
         unwanted = self._unwanted[:]
         del self._unwanted[: len(unwanted)]
         try:
@@ -332,13 +331,15 @@ class LocalReplicas(Driver):
                 child_calls.run,
                 [
                     (
-                        *(self.key, call, function, part, delivery),
+                        *(self.key, call, function, part, delivery if any(delivery[:2]) or delivery.dropped else None),
                         [number for owner, number in unwanted if owner == rank],
                     )
                     for rank, part in enumerate(parts, start=1)
                 ],
                 self._captured.referring(
-                    functools.partial(self.distribution.reference_in_run, given=given, parts=of_batches)
+                    functools.partial(
+                        self.distribution.reference_in_run, given=functools.partial(_given, arguments, parts)
+                    )
                 ),
             )
         except BaseException as error:
@@ -444,6 +445,12 @@ class LocalReplicas(Driver):
         except (KeyboardInterrupt, ReplicaError) as error:
             self.end(error)
             raise
+
+
+def _given(arguments: StepArguments, parts: Sequence[StepArguments]) -> Given:
+    """The tensors that are arguments of a call; those in its parts that are not in it are of batches."""
+    everyones = {id(each) for part in parts for each in part.leaves() if isinstance(each, torch.Tensor)}
+    return Given(everyones, everyones - {id(each) for each in arguments.leaves()})
 
 
 def _place_of(tensor: torch.Tensor, registry: Registry | None, device: LogicalDevice) -> LogicalDevice | None:

@@ -341,6 +341,15 @@ class Replica:
         """Whether replicas of all machines come together in the step, whatever else they do."""
         return self.recipe.num_machines == 1 or self.syncs
 
+    @property
+    def compared_step(self) -> int:
+        """The number of the step if replicas compare their copies of the parameters at its end; else 0."""
+        every, step = self.recipe.check_copies_every, self._step
+        if not every or step is None or self.recipe.total == 1:
+            return 0
+        # Replicas that train alone have the same only when they agree: then for all steps since they last did.
+        return step.number if step.number // every > (step.number - 1 - self.num_alone) // every else 0
+
     def run(
         self, call: Call, function: Callable[..., Any], arguments: StepArguments, keep: Callable[[Any], Any]
     ) -> list[Done]:
