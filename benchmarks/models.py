@@ -103,7 +103,9 @@ def _encoder() -> nn.Module:
     return nn.Sequential(nn.Embedding(50, 16), encoder, nn.Linear(16, 50))
 
 
+EMPTY = Workload(nn.Identity, lambda: (torch.zeros(2, 1), torch.zeros(2, 1)), 200)  # a step that does nothing
 WORKLOADS = {
+    "empty": EMPTY,
     "mlp": Workload(_mlp, lambda: (torch.randn(256, 784), torch.randint(10, (256,))), 40),
     "cnn": Workload(_cnn, lambda: (torch.randn(256, 1, 28, 28), torch.randint(10, (256,))), 10),
     "transformer": Workload(Transformer, lambda: (torch.randint(1000, (16, 64)), torch.randint(1000, (16, 64))), 8),

@@ -78,7 +78,7 @@ class MainSide(Protocol):
         """Lets go of what the program has dropped."""
 
 
-class Given(NamedTuple):
+class GivenTensors(NamedTuple):
     """The tensors that are arguments of a function, by `id`: they are its inputs.
 
     Attributes:
@@ -176,7 +176,7 @@ class Distribution:
     def _described(self, objects: Mapping[int, Any]) -> state_diff.Snapshot:
         return state_diff.snapshot({name: obj for name, obj in objects.items() if name}, self.registry.reference)
 
-    def reference_in_run(self, obj: Any, given: Callable[[], Given]) -> int | None:
+    def reference_in_run(self, obj: Any, given: Callable[[], GivenTensors]) -> int | None:
         """The name of an object that a function mentions; refuses what was made elsewhere and can be trained.
 
         Args:
@@ -188,7 +188,7 @@ class Distribution:
             self._refuse(obj, given)
         return name
 
-    def _refuse(self, obj: Any, given: Callable[[], Given]) -> None:
+    def _refuse(self, obj: Any, given: Callable[[], GivenTensors]) -> None:
         if isinstance(obj, torch.Tensor) and not isinstance(obj, torch.nn.Parameter):
             if obj.grad_fn is not None and id(obj) not in given().parts:
                 raise StrategyError(

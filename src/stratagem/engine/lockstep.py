@@ -20,7 +20,7 @@ from stratagem.collectives.signals import PeerAborted, Signals
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.serving import hosting
 from stratagem.engine import child_calls, context
-from stratagem.engine.distribution import Given
+from stratagem.engine.distribution import GivenTensors
 from stratagem.engine.joining import Elsewhere, connect, join
 from stratagem.engine.lifecycle import Driver, ReplicaResources
 from stratagem.engine.machines import Alone, Workers
@@ -96,7 +96,7 @@ class LocalReplicas(Driver):
         registry, tracker = self.distribution.registry, self.distribution.tracker
         self._held = ReplicaResources(self.key, self._group, registry, tracker, self._workers, self._started)
         self._hold(self._held)
-        if recipe.sync.every > 1:
+        if recipe.sync.lets_differ:
             context.readers.add(self)
 
     def begin(self) -> Replica:
@@ -215,7 +215,7 @@ class LocalReplicas(Driver):
             if self._workers.size > 1:
                 written.told.update(agreement.changed_objects(changes, self.distribution.registry.resolve))
                 self._told |= written.told
-            if self._num_alone + len(counts_here) >= self._recipe.sync.every:  # machines agree in one of the steps
+            if self._recipe.sync.agrees(self._num_alone + len(counts_here) - 1):  # in one of the steps
                 counts = self._meet_machines(own, counts_here)
             else:
                 counts = [each and self._recipe.counts_alone(each) for each in counts_here]
@@ -447,10 +447,10 @@ class LocalReplicas(Driver):
             raise
 
 
-def _given(arguments: StepArguments, parts: Sequence[StepArguments]) -> Given:
+def _given(arguments: StepArguments, parts: Sequence[StepArguments]) -> GivenTensors:
     """The tensors that are arguments of a call; those in its parts that are not in it are of batches."""
     everyones = {id(each) for part in parts for each in part.leaves() if isinstance(each, torch.Tensor)}
-    return Given(everyones, everyones - {id(each) for each in arguments.leaves()})
+    return GivenTensors(everyones, everyones - {id(each) for each in arguments.leaves()})
 
 
 def _place_of(tensor: torch.Tensor, registry: Registry | None, device: LogicalDevice) -> LogicalDevice | None:

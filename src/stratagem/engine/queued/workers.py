@@ -18,7 +18,7 @@ from stratagem import _tree
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
 from stratagem.engine import child_calls, context
-from stratagem.engine.distribution import Given
+from stratagem.engine.distribution import GivenTensors
 from stratagem.engine.lifecycle import Driver, Resources, weak_method
 from stratagem.engine.notices import NonFinite
 from stratagem.engine.queued import worker_calls
@@ -371,7 +371,7 @@ class ParameterWorkers(Driver):
         delivery = record.captured.prepare(step.function, step.args, tuple(step.kwargs.values()), changes)
         arguments = self.key, call, step.function, step.args, step.kwargs, delivery
         given = {id(each) for each in _tree.leaves((step.args, step.kwargs)) if isinstance(each, torch.Tensor)}
-        reference = functools.partial(self.distribution.reference_in_run, given=lambda: Given(given, given))
+        reference = functools.partial(self.distribution.reference_in_run, given=lambda: GivenTensors(given, given))
         return worker_calls.run, arguments, record.captured.referring(reference)
 
     def _recover(self, worker: int) -> tuple[int, int]:
