@@ -73,7 +73,7 @@ def workers(
     return make
 
 
-ROWS: dict[str, MakeStrategy] = {
+CPU_ROWS: dict[str, MakeStrategy] = {
     "one device": alone(lambda: sg.OneDeviceStrategy("cpu:0")),
     "mirrored 1": alone(lambda: sg.MirroredStrategy(["cpu:0"])),
     "mirrored 2": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"])),
@@ -118,6 +118,7 @@ STRICT_ROWS: dict[str, MakeStrategy] = {
     "strict 2 workers of 1": strict(workers(1, kind="gpu")),
     "strict 2 workers of 2": strict(workers(2, kind="gpu")),
 }
+ROWS = CPU_ROWS
 if STRICT in os.environ:
     ROWS = {name: make for name, make in STRICT_ROWS.items() if name == os.environ[STRICT]}
 # One row of each kind, for suites on top of what the whole suite of strategies has shown.
