@@ -11,6 +11,7 @@ from typing import Any, Final
 from stratagem.engine.sync import SumGradients, SyncPlan
 from stratagem.errors import StrategyError
 from stratagem.objects import state_diff
+from stratagem.processes.packing import plain_bytes, plain_values
 from stratagem.variables.copies import Written
 
 _OPTIONS = {
@@ -134,25 +135,17 @@ class Call:
         return self.steps[0].number
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # It travels in every run: most often nothing was written, and plain values cost least.
-        written = None if self.written == _NOTHING_WRITTEN else self.written
+        # It travels in every run, and most often nothing was changed or written: what is plain travels as bytes.
         steps = [(each.number, each.counts, each.sums) for each in self.steps]
-        plain = state_diff.flattened(self.surroundings)
-        return _rebuilt, (steps, self.num_alone, self.num_skipped, self.seed, self.changes, written, plain)
+        plain = steps, self.num_alone, self.num_skipped, self.seed, state_diff.flattened(self.surroundings)
+        rest = () if not self.changes and self.written == _NOTHING_WRITTEN else (self.changes, self.written)
+        return _rebuilt, (plain_bytes(plain), *rest)
 
 
 _NOTHING_WRITTEN = Written()
 
 
-def _rebuilt(
-    steps: list[tuple[Any, ...]],
-    num_alone: int,
-    num_skipped: int,
-    seed: int | None,
-    changes: state_diff.Snapshot,
-    written: Any,
-    plain: Any,
-) -> Call:
+def _rebuilt(plain: bytes, changes: state_diff.Snapshot | None = None, written: Written = _NOTHING_WRITTEN) -> Call:
+    steps, num_alone, num_skipped, seed, surroundings = plain_values(plain)
     made = tuple(Step(*each) for each in steps)
-    restored = state_diff.restored(plain)
-    return Call(made, num_alone, num_skipped, seed, changes, written or _NOTHING_WRITTEN, restored)
+    return Call(made, num_alone, num_skipped, seed, changes or {}, written, state_diff.restored(surroundings))

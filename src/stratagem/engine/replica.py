@@ -156,7 +156,7 @@ class Replica:
         for name, obj in objects.items():
             self._given.append(weakref.ref(obj))
             _integrations.adapt(obj)
-            if self.rank == 0 and self.recipe.sync.every > 1 and isinstance(obj, torch.nn.Module):
+            if self.rank == 0 and self.recipe.sync.lets_differ and isinstance(obj, torch.nn.Module):
                 obj.register_state_dict_pre_hook(context.before_read)  # type: ignore[no-untyped-call]
                 obj.register_forward_pre_hook(context.before_read)
             if isinstance(obj, torch.optim.Optimizer):
@@ -334,7 +334,7 @@ class Replica:
     @property
     def syncs(self) -> bool:
         """Whether replicas that train alone agree at the end of the step."""
-        return self._step is not None and self.num_alone + 1 >= self.recipe.sync.every
+        return self._step is not None and self.recipe.sync.agrees(self.num_alone)
 
     @property
     def meets(self) -> bool:

@@ -155,9 +155,9 @@ class Buckets:
         self._answer(found[len(rows) :])
         return all(found[: len(rows)]) or all(bool(row.isfinite().all()) for row in rows)
 
-    def total(self, name: int) -> torch.Tensor:
+    def totals(self, names: Sequence[int]) -> list[torch.Tensor]:
         # No view to autograd: the program may call `detach_()`, and what it writes to one changes no other's version.
-        return self._bucket_of[name].slot(name, self._alone.get(name)).data
+        return [self._bucket_of[name].slot(name, self._alone.get(name)).data for name in names]
 
     def end(self) -> None:
         for bucket in self._buckets:

@@ -6,7 +6,7 @@ from typing import Any, Final, final
 import torch
 
 from stratagem import _torch
-from stratagem.variables.ledger import is_as_marked, mark
+from stratagem.variables.marks import is_as_marked, mark
 
 _LOOK_EVERY: Final = 100  # steps: how often values are looked at, whatever torch has counted
 _MOST_KNOWN: Final = 64

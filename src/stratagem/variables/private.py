@@ -33,7 +33,8 @@ from stratagem.variables.aggregation import (
 from stratagem.variables.buckets import Buckets
 from stratagem.variables.buffers import BufferChanges
 from stratagem.variables.copies import Copies, Written
-from stratagem.variables.ledger import Ledger, gather_numbers, is_as_marked, mark
+from stratagem.variables.ledger import Ledger, gather_numbers
+from stratagem.variables.marks import is_as_marked, mark
 from stratagem.variables.participant import Participant, Updating
 
 _CPU = torch.device("cpu")
