@@ -74,7 +74,7 @@ def workers(
     return make
 
 
-ROWS: dict[str, MakeStrategy] = {
+CPU_ROWS: dict[str, MakeStrategy] = {
     "one device": alone(lambda: sg.OneDeviceStrategy("cpu:0")),
     "mirrored 1": alone(lambda: sg.MirroredStrategy(["cpu:0"])),
     "mirrored 2": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"])),
@@ -123,6 +123,7 @@ STRICT_ROWS: dict[str, MakeStrategy] = {
     "strict 2 workers of 1": strict(workers(1, kind=target.KIND.lower())),
     "strict 2 workers of 2": strict(workers(2, kind=target.KIND.lower())),
 }
+ROWS = CPU_ROWS
 if STRICT in os.environ:
     ROWS = {name: make for name, make in STRICT_ROWS.items() if name == os.environ[STRICT]}
 # One row of each kind, for suites on top of what the whole suite of strategies has shown.
