@@ -35,12 +35,12 @@ _META = torch.device("meta")
 
 @final
 class Graph(StaysHere):
-    """Operations of torch that are recorded, not run; a `Session` runs them.
+    """Records torch operations without running them; a `Session` runs them.
 
-    Inside the block everything that torch computes on tensors of the graph is recorded with the device that the scopes
-    around it ask for, gradients and in-place changes included; shapes and types are known at once. Parameters of
-    modules, and tensors that are changed in place, become variables, other tensors constants. What concerns no tensor
-    of the graph is computed at once, as ever, and belongs to the device of the scopes around it. Random numbers that
+    In the block, every torch operation on tensors of the graph is recorded with the device that the `sg.device` scopes
+    around it ask for, gradients and in-place changes included. Shapes and types are known at once. Parameters of
+    modules, and tensors that are changed in place, become variables; other tensors become constants. An operation
+    without tensors of the graph is computed at once, on the device of the scopes around it. Random numbers that
     are made in the block (`torch.rand(2)`, and what is computed of it) are values for the program, to be fed or put
     into a weight; where the graph uses them, or they are fetched, they are drawn anew in each run, from torch's
     generator of that time (`torch.manual_seed`). `sg.constant(torch.rand(2))`, weights and buffers keep theirs.
