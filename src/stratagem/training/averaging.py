@@ -34,11 +34,11 @@ class ExponentialMovingAverage(torch.nn.Module):
 
     Args:
         decay: The part of the average that stays in each update, from 0 to 1; 0.999 is usual.
-        num_updates: How many updates there have been: a number, a tensor of one number, or a function. The decay is
-            then at most `(1 + num_updates) / (10 + num_updates)`, so that early averages follow quickly. In a run
-            a function's answer in replica 0 counts for all.
-        zero_debias: Averages begin at zero instead of the first values, and are divided by what the decays so far
-            leave of a one, `1 - decay ** t`: all values count by their age alone, also the first.
+        num_updates: The number of updates so far: a number, a tensor of one number, or a function. The decay is
+            then at most `(1 + num_updates) / (10 + num_updates)`, so that early averages follow quickly. In a run,
+            the function's answer in replica 0 counts for all.
+        zero_debias: Whether averages begin at zero instead of the first values and are divided by `1 - decay ** t`:
+            then the weight of each value depends on its age alone, also that of the first.
     Raises:
         StrategyError: `decay` or `num_updates` is out of range.
     Example:
