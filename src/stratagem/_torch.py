@@ -43,6 +43,8 @@ _any_torch: Final[Any] = torch  # whose annotations leave some of these out
 
 # Tensors
 
+requires_grad_of: Final[Callable[[Any], bool]] = operator.attrgetter("requires_grad")
+gradient_of: Final[Callable[[Any], Any]] = operator.attrgetter("grad")
 version_of: Final[Callable[[Any], int]] = operator.attrgetter("_version")
 """How often a tensor was written to, by autograd's count; not of inference tensors, and not through `.data`."""
 
@@ -58,7 +60,7 @@ sparse_values: Final[Callable[[torch.Tensor], torch.Tensor]] = _any_torch.Tensor
 wrapper_subclass: Final = _any_torch.Tensor._make_wrapper_subclass
 """Makes a tensor of a subclass that has a form and no memory."""
 
-_hooks_of: Final[Callable[[Any], Any]] = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+hooks_of: Final[Callable[[Any], Any]] = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 """The hooks of `register_hook` and of `register_post_accumulate_grad_hook` on a tensor; `None` or empty without any."""
 
 
@@ -187,7 +189,7 @@ class TensorHooks(NamedTuple):
 
 def program_hooks(tensor: torch.Tensor) -> tuple[list[Any], list[Any]] | None:
     """The hooks that the program has put on a tensor, of both kinds; `None` if there are none."""
-    before, after = _hooks_of(tensor)
+    before, after = hooks_of(tensor)
     if not before and not after:
         return None
     found = tuple([hook for hook in (own or {}).values() if type(hook) is not LibraryHook] for own in (before, after))
@@ -206,7 +208,7 @@ def set_program_hooks(tensor: torch.Tensor, hooks: tuple[list[Any], list[Any]] |
 
 def take_hooks(parameter: torch.Tensor) -> TensorHooks | None:
     """Takes the program's hooks off a parameter; `None` if it has none."""
-    before, after = _hooks_of(parameter)
+    before, after = hooks_of(parameter)
     if not before and not after:
         return None
     taken = TensorHooks([], [])
@@ -270,6 +272,9 @@ def move_aliases(tensors: Sequence[torch.Tensor]) -> None:
 
 MODULE_PARTS: Final = ("_modules", "_parameters", "_buffers")
 """The dicts in which a module holds what is part of it."""
+
+parts_of: Final[Callable[[Any], tuple[dict[str, Any], ...]]] = operator.attrgetter(*MODULE_PARTS)
+"""Those dicts of a module."""
 
 MODULE_HOOKS: Final = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs"),
@@ -461,11 +466,35 @@ def gloo_options(timeout: timedelta, devices: Sequence[Any]) -> Any:
     return options
 
 
-def nccl_options(timeout: timedelta) -> Any:
-    """The options of a `ProcessGroupNCCL`."""
-    options = _any_torch.distributed.ProcessGroupNCCL.Options()
+def group_options(group: Any, timeout: timedelta) -> Any:
+    """The options of a group of one of torch's own backends, such as `ProcessGroupNCCL`."""
+    options = group.Options()
     options._timeout = timeout
     return options
+
+
+def is_group_registered(name: str) -> bool:
+    """Whether a package beside torch has registered a backend of torch.distributed by this name."""
+    return name.upper() in _any_torch.distributed.Backend._plugins
+
+
+def registered_group_of(torch_type: str) -> str | None:
+    """The backend of torch.distributed that a package has registered for a type of device."""
+    name: str | None = _any_torch.distributed.Backend.default_device_backend_map.get(torch_type)
+    return name if name is not None and is_group_registered(name) else None
+
+
+def registered_group(name: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A group of a backend that a package has registered, apart from torch's default group."""
+    registered = _any_torch.distributed.Backend._plugins[name.upper()]
+    store = _any_torch.distributed.PrefixStore(name, store)
+    if not registered.extended_api:
+        return registered.creator_fn(store, rank, size, timeout)
+    options = _any_torch._C._distributed_c10d._DistributedBackendOptions()
+    options.store, options.timeout = store, timeout
+    options.group_rank, options.group_size = rank, size
+    options.group_id, options.global_ranks_in_group = name, list(range(size))
+    return registered.creator_fn(options, None)
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
@@ -534,6 +563,12 @@ def private_slot_holder() -> str | None:
     return name if taken else None
 
 
+def knows_device_type(name: str) -> bool:
+    """Whether torch has a type of device by this name: its own, or that of the backend in the private slot."""
+    return name in _OWN_TYPES or name == _any_torch._C._get_privateuse1_backend_name()
+
+
+_OWN_TYPES: Final = frozenset(("cpu", "cuda", "xpu", "mps", "hpu", "mtia"))
 _FREE_SLOT: Final = "privateuseone"
 
 
@@ -725,7 +760,7 @@ def let_data_move(type_: str) -> None:
 
 def _move(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Makes a tensor one on the device of another, with its gradient."""
-    if any(_hooks_of(tensor)):
+    if any(hooks_of(tensor)):
         raise DeviceTypeError(
             f"a tensor with hooks cannot move from {tensor.device} to {value.device}, as torch keeps hooks with the "
             f"memory; move it first, and register the hooks then"

@@ -59,7 +59,8 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
     """Returns every device of this machine that this process may use. It takes no memory on any of them.
 
     Args:
-        device_type: Only this kind: `CPU`, `GPU` (CUDA or ROCm), `XPU` or `MPS`; of `TPU` there are none.
+        device_type: Only this kind: `CPU`, `GPU` (CUDA or ROCm), `TPU`, `XPU`, `HPU`, `MPS`, or that of a backend
+            which a package has given torch, by torch's name for it.
     Example:
         >>> list_physical_devices("CPU")
         [PhysicalDevice(name='/physical_device:CPU:0', device_type='CPU')]
@@ -202,10 +203,10 @@ def simulate_devices(
         device_type: The kind to simulate, such as `GPU`.
         count: The number of devices.
         memory_limit: The memory of each device, in MiB; by default an even share of the machine's memory.
-        strict: Whether they are real devices to torch; only GPUs can be strict.
+        strict: Whether they are real devices to torch; GPUs and TPUs can be strict, one kind in a process.
     Raises:
-        DeviceConfigurationError: Together they have more memory than the machine, strict devices are not
-            GPUs, or another backend has torch's private slot.
+        DeviceConfigurationError: Together they have more memory than the machine, this kind cannot be
+            strict, or another backend has torch's private slot.
         DevicesInUseError: A strategy or a session uses devices already.
     Example:
         >>> simulate_devices("GPU", 2, memory_limit=256)[1]

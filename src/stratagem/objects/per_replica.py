@@ -15,12 +15,11 @@ import numpy as np
 import torch
 
 from stratagem import _torch, _tree
-from stratagem.devices.strict.streams import TORCH_TYPE
+from stratagem.devices import kind_table
 from stratagem.errors import StrategyError
 from stratagem.processes.packing import Raw
 
 _INLINE_BYTES = 64 * 1024
-_WITH_PINNED_MEMORY = ("cuda", "xpu", TORCH_TYPE)  # devices that copy from the memory of the host by themselves
 
 InTurn = Callable[[], contextlib.AbstractContextManager[Any]]
 """Makes a block that one thread at a time is in."""
@@ -63,7 +62,7 @@ def brought(value: Any, device: torch.device, *, computes_on: torch.device) -> A
 def _brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor on a device; on its way there the host does not wait for it, if it can be pinned."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.requires_grad
-    if is_plain and tensor.device.type == "cpu" and device.type in _WITH_PINNED_MEMORY:
+    if is_plain and tensor.device.type == "cpu" and kind_table.copies_from_pinned_memory(device.type):
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
@@ -142,9 +141,9 @@ class _SeveralValuesError(StrategyError, TypeError, AttributeError):
 
 
 def _refusal(value: PerReplica | None, what: str) -> _SeveralValuesError:
-    number = "all" if value is None else str(len(value))
+    whose = "all replicas" if value is None else "1 replica" if len(value) == 1 else f"{len(value)} replicas"
     return _SeveralValuesError(
-        f"{what} was asked of a PerReplica, which has the values of {number} replicas; make it one value with "
+        f"{what} was asked of a PerReplica, which has the values of {whose}; make it one value with "
         f"strategy.reduce('mean', value), take them with strategy.local_results(value), or compute with it inside the "
         f"function of strategy.run"
     )
@@ -287,9 +286,9 @@ def copied(value: Any, is_reference: Callable[[Any], bool]) -> Any:
     return _tree.map(copy, value)
 
 
-def counts_of(*values: Any) -> tuple[int, ...] | None:
+def counts_of(values: Sequence[Any]) -> tuple[int, ...] | None:
     """How many examples each replica has in the distributed batch among some values, if there is one."""
-    return next((each.counts for each in _tree.leaves(values) if isinstance(each, PerReplica) and each.counts), None)
+    return next((each.counts for each in values if isinstance(each, PerReplica) and each.counts), None)
 
 
 def reduce(op: str, value: PerReplica, axis: int | None = None, *, weighted: bool) -> Any:

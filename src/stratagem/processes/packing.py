@@ -28,7 +28,8 @@ import torch
 
 from stratagem import _torch
 from stratagem.devices.strict.backend import strict_device
-from stratagem.devices.strict.streams import TORCH_TYPE
+from stratagem.devices.strict.slot import HELD
+from stratagem.devices.vendors import out_of_tree
 from stratagem.errors import StratagemError, StrategyError
 from stratagem.processes.region import Region
 
@@ -107,6 +108,16 @@ def unpack(
         keeps_classes: Whether classes that this side has stay as they are.
     """
     return _Unpickler(data, list(buffers), list(descriptors), resolve, keeps_classes).load()
+
+
+def plain_bytes(values: Any) -> bytes:
+    """Numbers, texts and tuples as bytes: in a message they cost less so than one by one."""
+    return pickle.dumps(values, protocol=5)
+
+
+def plain_values(data: bytes) -> Any:
+    """What `plain_bytes` was given."""
+    return pickle.loads(data)  # noqa: S301  # part of a message of this program's own
 
 
 def can_be_packed(value: object, reference: Callable[[Any], Any]) -> bool:
@@ -349,8 +360,11 @@ def _fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
 
 
 def _reduce_device(device: torch.device) -> Any:
-    """The other side may not know strict devices yet."""
-    return (strict_device, (device.index,)) if device.type == TORCH_TYPE else NotImplemented
+    """The other side may not know strict devices, or those of a vendor's package, yet."""
+    if HELD.has(device.type):
+        return strict_device, (HELD.kind, device.index)
+    module = None if device.type == "cpu" else out_of_tree.module_of(device.type)
+    return NotImplemented if module is None else (out_of_tree.device, (device.type, device.index, module))
 
 
 # A lock guards what is in one process.

@@ -7,7 +7,7 @@ from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
 from stratagem.engine.lockstep import LocalReplicas
-from stratagem.engine.recipe import Recipe
+from stratagem.engine.recipe import CHECK_COPIES_EVERY, Recipe
 from stratagem.strategies.replicated import Replicated, choose_devices, choose_exchange, driven_here, summed
 
 
@@ -25,6 +25,8 @@ class CentralStorageStrategy(Replicated[LocalReplicas]):
         gradients: `mean` or `sum`, as in `MirroredStrategy`.
         unused: `zero` or `error`, as in `MirroredStrategy`.
         on_nonfinite: `skip`, `raise` or `apply`, as in `MirroredStrategy`.
+        check_copies_every: The number of steps after which accelerators check that their copies are still equal; a
+            `DriftError` names those that differ. 0 never checks.
         stall_timeout_s: How many seconds replicas wait for another one before they report it as stalled.
     Raises:
         DeviceError: A device comes twice or does not exist.
@@ -47,6 +49,7 @@ class CentralStorageStrategy(Replicated[LocalReplicas]):
         gradients: str = "mean",
         unused: str = "zero",
         on_nonfinite: str = "skip",
+        check_copies_every: int = CHECK_COPIES_EVERY,
         stall_timeout_s: float = 60.0,
     ) -> None:
         chosen = choose_devices("CentralStorageStrategy", compute_devices)
@@ -57,6 +60,7 @@ class CentralStorageStrategy(Replicated[LocalReplicas]):
             summed(gradients),
             unused,
             on_nonfinite,
+            check_copies_every,
             kept_on=str(kept_on.torch_device if kept_on else "cpu"),
         )
         self._parameter_device = kept_on

@@ -5,7 +5,7 @@ from typing import final
 
 from stratagem.devices.lookup import DeviceLike
 from stratagem.engine.lockstep import LocalReplicas
-from stratagem.engine.recipe import Recipe
+from stratagem.engine.recipe import CHECK_COPIES_EVERY, Recipe
 from stratagem.strategies.replicated import Replicated, choose_devices, choose_exchange, driven_here, summed
 
 
@@ -30,6 +30,8 @@ class MirroredStrategy(Replicated[LocalReplicas]):
             (NCCL, or gloo on the CPU) sums gradients during the backward pass. `to_one`: replica 0 sums them
             and sends them back; simple and slow. `auto`: `shared_memory` on the CPU, `torch` on accelerators, and
             `torch` with a warning in containers that hide the page map of a process, which sharing needs.
+        check_copies_every: The number of steps after which replicas with their own copies (`torch`, `to_one`) check
+            that these are still equal; a `DriftError` names those that differ. 0 never checks.
         stall_timeout_s: How many seconds replicas wait for another one before they report it as stalled.
     Raises:
         DeviceError: `devices` is empty, has a device twice, or has one that does not exist.
@@ -52,8 +54,16 @@ class MirroredStrategy(Replicated[LocalReplicas]):
         unused: str = "zero",
         on_nonfinite: str = "skip",
         cross_device_ops: str = "auto",
+        check_copies_every: int = CHECK_COPIES_EVERY,
         stall_timeout_s: float = 60.0,
     ) -> None:
         chosen = choose_devices("MirroredStrategy", devices)
-        recipe = Recipe(len(chosen), choose_exchange(cross_device_ops, chosen), summed(gradients), unused, on_nonfinite)
+        recipe = Recipe(
+            len(chosen),
+            choose_exchange(cross_device_ops, chosen),
+            summed(gradients),
+            unused,
+            on_nonfinite,
+            check_copies_every,
+        )
         super().__init__(chosen, driven_here(chosen, recipe, stall_timeout_s))

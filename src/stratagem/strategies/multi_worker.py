@@ -15,7 +15,7 @@ from stratagem.engine import context
 from stratagem.engine.joining_machines import join_workers, note_member, require_resolver
 from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.ray.ray_workers import RayWorkers
-from stratagem.engine.recipe import Exchange, Recipe
+from stratagem.engine.recipe import CHECK_COPIES_EVERY, Exchange, Recipe
 from stratagem.errors import StrategyError
 from stratagem.strategies.replicated import Replicated, choose_exchange, driven_here, summed
 
@@ -40,6 +40,8 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
         unused: `zero` or `error`, as in `MirroredStrategy`.
         on_nonfinite: `skip`, `raise` or `apply`, as in `MirroredStrategy`.
         cross_device_ops: How gradients travel inside a machine, as in `MirroredStrategy`.
+        check_copies_every: The number of steps after which replicas check that their copies of the parameters are still
+            equal; a `DriftError` names those that differ. 0 never checks.
         stall_timeout_s: How many seconds replicas of one machine wait for another one before they report it as
             stalled.
         join_timeout_s: How many seconds to wait until all workers have started.
@@ -69,6 +71,7 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
         unused: str = "zero",
         on_nonfinite: str = "skip",
         cross_device_ops: str = "auto",
+        check_copies_every: int = CHECK_COPIES_EVERY,
         stall_timeout_s: float = 60.0,
         join_timeout_s: float = 60.0,
         heartbeat_timeout_s: float | None = None,
@@ -83,7 +86,9 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
         self._ray: RayWorkers | None = None
         if cluster is not None:
             _check_with_ray(cluster, devices, cluster_resolver, cross_device_ops)
-            recipe = Recipe(cluster.num_workers, Exchange.TORCH, summed(gradients), unused, on_nonfinite)
+            recipe = Recipe(
+                cluster.num_workers, Exchange.TORCH, summed(gradients), unused, on_nonfinite, check_copies_every
+            )
             self._ray = RayWorkers(cluster, join_timeout_s=join_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
             atexit.register(weakref.finalize(self, self._ray.drop))  # now, and so before Ray itself takes leave
             new = functools.partial(self._ray.new_replicas, recipe=recipe, stall_timeout_s=stall_timeout_s)
@@ -91,13 +96,18 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
             return
         chosen = this_process().select(devices)
         exchange = choose_exchange(cross_device_ops, chosen)
-        recipe = Recipe(len(chosen), exchange, summed(gradients), unused, on_nonfinite)
+        recipe = Recipe(len(chosen), exchange, summed(gradients), unused, on_nonfinite, check_copies_every)
         self._resolver = require_resolver(cluster_resolver)
         workers = join_workers(
             type(self).__name__,
             self._resolver,
             len(chosen),
-            {"gradients": gradients, "unused": unused, "on_nonfinite": on_nonfinite},
+            {
+                "gradients": gradients,
+                "unused": unused,
+                "on_nonfinite": on_nonfinite,
+                "check_copies_every": check_copies_every,
+            },
             join_timeout_s=join_timeout_s,
             heartbeat_timeout_s=heartbeat_timeout_s,
             worker_timeout_s=worker_timeout_s,

@@ -110,6 +110,12 @@ class OneDeviceStrategy(_Alone):
     def devices(self) -> tuple[LogicalDevice, ...]:
         return (self._device,)
 
+    def take(self, objects: Sequence[Any]) -> None:
+        """Tensors that were made elsewhere, as Keras does by its own rules, come to the device."""
+        for tensor in objects:
+            if isinstance(tensor, torch.Tensor) and tensor.device != self._device.torch_device:
+                tensor.data = tensor.data.to(self._device.torch_device)
+
     def _compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As in any replica: what a step takes comes to its device, what it gives to the program."""
         device = self._device.torch_device
@@ -120,7 +126,12 @@ class OneDeviceStrategy(_Alone):
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Self]:
         """What is made inside is made on the device."""
-        with self._in_scope(), torch.device(self._device.torch_device), at_home(self._device, self._tenant):
+        with (
+            this_process().in_use("OneDeviceStrategy()"),
+            self._in_scope(),
+            torch.device(self._device.torch_device),
+            at_home(self._device, self._tenant),
+        ):
             yield self
 
 

@@ -7,7 +7,7 @@ started here.
 
 import dataclasses
 import math
-from typing import Final
+from typing import Any, Final
 
 from stratagem import _env
 from stratagem._checks import require_seconds
@@ -15,9 +15,9 @@ from stratagem.cluster.address import Address
 from stratagem.cluster.launch.user_program import UserProgram
 from stratagem.cluster.spec import CHIEF, EVALUATOR, PS, WORKER
 from stratagem.devices import requested
-from stratagem.devices.device_spec import CPU, GPU
 from stratagem.devices.division import split_cores
 from stratagem.devices.inventory import Inventory
+from stratagem.devices.kind_table import CPU, GPU
 from stratagem.devices.requested import DeviceRequest
 from stratagem.errors import ClusterSpecError, LaunchError, StratagemError
 
@@ -141,6 +141,11 @@ class Seat:
     @property
     def trains(self) -> bool:
         return self.job in TRAINING
+
+    @property
+    def start_options(self) -> dict[str, Any]:
+        """How its process is started (`task_start`)."""
+        return {"cores": self.cores}
 
 
 @dataclasses.dataclass(frozen=True)
