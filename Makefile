@@ -7,10 +7,10 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak test-keras test-gpu test-busy test-docs docs docs-serve dist check format bench clean
+.PHONY: help setup demo test soak test-keras test-gpu test-busy test-versions test-docs docs docs-serve dist check format bench clean
 
 help:  ## Show the targets
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 11
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 15
 
 setup: $(READY)  ## Make .venv with everything that the other targets need
 
@@ -48,6 +48,9 @@ test-gpu: $(READY)  ## Run what needs a real accelerator; where there is none, s
 
 test-busy: $(READY)  ## Run all tests five times while two processes burn both cores; REPEAT=1 runs them once
 	@$(RUN)/python -m tests.busy --repeat $(or $(REPEAT),5) -- $(PYTEST)
+
+test-versions:  ## Run a choice of tests with the oldest and the newest Python and torch; downloads gigabytes, about 30 minutes
+	@$(PYTHON) -m tests.versions $(if $(ONLY),--only $(ONLY)) $(if $(KEEP),--keep)
 
 test-docs: $(READY)  ## Run the code of all documents, and the notebooks: at most 6 minutes on two quiet cores
 	@$(RUN)/pytest -n $(JOBS) --dist load --docs

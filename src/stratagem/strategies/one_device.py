@@ -166,7 +166,7 @@ _default = DefaultStrategy()
 
 
 def get_strategy() -> Any:
-    """The strategy of the scope or of the replica that the code is in; outside both, the default one.
+    """Returns the strategy of the current scope or replica; outside both, the default strategy.
 
     Example:
         >>> strategy = OneDeviceStrategy("cpu:0")
@@ -182,9 +182,9 @@ def get_strategy() -> Any:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The replica that the code runs in; `None` where it sees all replicas, as `in_cross_replica_context` says.
+    """Returns the context of the replica that runs this code, or `None` in a scope and in the function of `merge_call`.
 
-    Outside all strategies the program is its only replica: `all_reduce`, `merge_call` and the others work there too.
+    Outside all strategies the program is its own only replica: `all_reduce`, `merge_call` and the others work there.
 
     Example:
         >>> get_replica_context().all_reduce("sum", torch.tensor(2.0))
