@@ -79,7 +79,7 @@ bench: $(READY)  ## Measure; tables on the screen, figures in benchmarks/results
 	@$(RUN)/python -m benchmarks.memory_limit
 	@$(RUN)/python -m benchmarks.all_reduce
 	@$(RUN)/python -m benchmarks.training
-	@$(RUN)/python -m benchmarks.training --models stack10,stack100,stack500 --replicas 2
+	@$(RUN)/python -m benchmarks.run_cost
 	@$(RUN)/python -m benchmarks.cluster
 	@$(RUN)/python -m benchmarks.local_sgd
 	@$(RUN)/python -m benchmarks.estimator
