@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 SIMULATE = "STRATAGEM_SIMULATE"
 DEVICES = "STRATAGEM_DEVICES"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+PJRT_DEVICE = "PJRT_DEVICE"
+CPU_NUM_DEVICES = "CPU_NUM_DEVICES"
 KERAS_BACKEND = "KERAS_BACKEND"
 UNBUFFERED = "PYTHONUNBUFFERED"
 FAULT_HANDLER = "PYTHONFAULTHANDLER"
@@ -62,6 +64,16 @@ def devices() -> str | None:
 def cuda_visible_devices() -> str | None:
     """Which GPUs the CUDA driver shows to this process; unset means all, empty means none."""
     return os.environ.get(CUDA_VISIBLE_DEVICES)
+
+
+def pjrt_device() -> str | None:
+    """Which hardware torch_xla computes on, `TPU` or `CPU`; it chooses itself if nobody has said so."""
+    return os.environ.get(PJRT_DEVICE)
+
+
+def cpu_num_devices() -> str | None:
+    """Into how many devices torch_xla divides the CPU."""
+    return os.environ.get(CPU_NUM_DEVICES)
 
 
 def device_variables() -> tuple[str | None, ...]:

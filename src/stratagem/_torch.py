@@ -414,6 +414,11 @@ def default_device_mode() -> Any:
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
+def functions_with_device() -> frozenset[Any]:
+    """The functions of torch that make a tensor on a device that they are told."""
+    return frozenset(importlib.import_module("torch.utils._device")._device_constructors())
+
+
 python_dispatcher: Final = enable_python_dispatcher
 """A block in which operations that torch has in Python too run in Python, which takes symbolic sizes."""
 
@@ -544,7 +549,7 @@ def _slot() -> torch.device:
 def take_private_slot(name: str, module: Any) -> None:
     """Makes a module the backend in torch's private slot, for the life of this process."""
     registration = importlib.import_module("torch.utils.backend_registration")
-    registration._setup_privateuseone_for_python_backend(name, backend_module=module, device_guard=_PrivateGuard())
+    registration._setup_privateuseone_for_python_backend(name, backend_module=module, device_guard=_new_private_guard())
     importlib.import_module("torch.utils._device")._device_constructors()  # cached: some are about to be replaced
 
 
@@ -580,7 +585,7 @@ _raise_what_is_under_way: Final[Callable[[], object]] = ctypes.PYFUNCTYPE(ctypes
 """Raises the error that C++ has not yet turned into one of its own, if there is one."""
 
 
-class _PrivateGuard(torch._C._acc.DeviceGuard):
+def _new_private_guard() -> Any:
     """What torch asks about the devices of the private slot: only their type, and that often.
 
     It also asks while an error of a hook or a kernel leaves a node of autograd. A call that succeeds while an error is
@@ -588,12 +593,15 @@ class _PrivateGuard(torch._C._acc.DeviceGuard):
     says that there was one and does not know which, and who has called the engine puts it back.
     """
 
-    def type_(self) -> Any:
-        try:
-            _raise_what_is_under_way()
-        except BaseException as error:
-            _set_aside.error = error
-        return _PRIVATE_TYPE
+    class PrivateGuard(torch._C._acc.DeviceGuard):
+        def type_(self) -> Any:
+            try:
+                _raise_what_is_under_way()
+            except BaseException as error:
+                _set_aside.error = error
+            return _PRIVATE_TYPE
+
+    return PrivateGuard()
 
 
 _PRIVATE_TYPE: Final[Any] = _any_torch._C._autograd.DeviceType.PrivateUse1

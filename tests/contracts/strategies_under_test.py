@@ -7,6 +7,7 @@ program: a second pytest runs the same tests as the second worker, in step with 
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import socket
@@ -115,14 +116,28 @@ STRICT_ROWS: dict[str, MakeStrategy] = {
     "strict 2 workers of 1": strict(workers(1, kind="gpu")),
     "strict 2 workers of 2": strict(workers(2, kind="gpu")),
 }
+# Where torch_xla computes: `make test-tpu`.
+TPU_ROWS: dict[str, MakeStrategy] = {"tpu 4": alone(sg.TPUStrategy)}
+ON_XLA = os.environ.get("PJRT_DEVICE") == "CPU" and importlib.util.find_spec("torch_xla") is not None
 if STRICT in os.environ:
     ROWS = {name: make for name, make in STRICT_ROWS.items() if name == os.environ[STRICT]}
+if ON_XLA:
+    ROWS = TPU_ROWS
 # One row of each kind, for suites on top of what the whole suite of strategies has shown.
 FEWER_ROWS = ("one device", "mirrored 2", "central storage 3", "local sgd 2", "2 workers of 2")
-if STRICT in os.environ:
+if STRICT in os.environ or ON_XLA:
     FEWER_ROWS = tuple(ROWS)
+# A step sees the global batch, and all devices compute it together.
+ONE_PROGRAM = tuple(TPU_ROWS)
 # Every replica has variables of its own.
-PRIVATE = ("mirrored 2 torch", "mirrored 2 to one", "local sgd 2", "local sgd, 2 workers of 1", *list(STRICT_ROWS)[1:])
+PRIVATE = (
+    "mirrored 2 torch",
+    "mirrored 2 to one",
+    "local sgd 2",
+    "local sgd, 2 workers of 1",
+    *ONE_PROGRAM,
+    *list(STRICT_ROWS)[1:],
+)
 # Gradients travel by torch.distributed.
 CONNECTED = ("mirrored 2 torch", "strict mirrored 2", "strict central storage 2", "strict parameter server 2")
 # Every replica trains alone and agrees on weights after each step: equal while updates are linear in their gradients.

@@ -11,8 +11,10 @@ from typing import Protocol, cast, final
 
 import torch
 
+from stratagem.devices import xla
 from stratagem.devices.device import DeviceDetails
-from stratagem.devices.device_spec import GPU, MPS, XPU
+from stratagem.devices.device_spec import GPU, MPS, TPU, XPU
+from stratagem.devices.host import Host
 
 _PAGE_BYTES = 2 * 2**20
 
@@ -151,12 +153,57 @@ class MetalAccelerator:
         return contextlib.nullcontext()
 
 
+@final
+class XlaAccelerator:
+    """TPUs by torch_xla, or the CPU in their place: devices that compute one program together.
+
+    Args:
+        host: The machine.
+    """
+
+    kind = TPU
+    torch_type = xla.TORCH_TYPE
+
+    def __init__(self, host: Host | None = None) -> None:
+        self._host = host or Host()
+
+    def count(self) -> int:
+        return xla.num_devices(self._host)
+
+    def details(self, index: int) -> DeviceDetails:
+        if xla.is_on_cpu():
+            return DeviceDetails("XLA on the CPU", self._host.total_memory_bytes() // self.count())
+        return DeviceDetails("TPU", 0)
+
+    def memory_used(self, index: int) -> int | None:
+        return None
+
+    def memory_info(self, index: int) -> dict[str, int]:
+        return {"current": 0, "peak": 0}  # torch_xla tells only of programs that have begun
+
+    def reset_peak(self, index: int) -> None:
+        pass
+
+    def memory_fraction(self, index: int) -> float:
+        return 1.0
+
+    def limit_memory(self, index: int, fraction: float) -> None:
+        pass
+
+    def reserve(self, index: int, limit_bytes: int | None) -> None:
+        pass
+
+    def selected(self, index: int) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+
 def of_this_machine() -> tuple[Accelerator, ...]:
     """Every kind of accelerator that torch may have been built for."""
     return (
         CachingAccelerator(GPU, "cuda", torch.cuda),
         CachingAccelerator(XPU, "xpu", torch.xpu),
         MetalAccelerator(),
+        XlaAccelerator(),
     )
 
 

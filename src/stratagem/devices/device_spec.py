@@ -12,10 +12,20 @@ from typing import NoReturn, Self
 
 from stratagem.errors import DeviceTypeError, UnknownDeviceError
 
-CPU, GPU, XPU, MPS = KINDS = ("CPU", "GPU", "XPU", "MPS")
+CPU, GPU, XPU, MPS, TPU = KINDS = ("CPU", "GPU", "XPU", "MPS", "TPU")
 
-_SPELLINGS = {"CPU": CPU, "GPU": GPU, "CUDA": GPU, "ROCM": GPU, "HIP": GPU, "XPU": XPU, "MPS": MPS}
-_KNOWN = "cpu, gpu (also written cuda, rocm or hip), xpu, mps"
+_SPELLINGS = {
+    "CPU": CPU,
+    "GPU": GPU,
+    "CUDA": GPU,
+    "ROCM": GPU,
+    "HIP": GPU,
+    "XPU": XPU,
+    "MPS": MPS,
+    "TPU": TPU,
+    "XLA": TPU,
+}
+_KNOWN = "cpu, gpu (also written cuda, rocm or hip), xpu, mps, tpu (also written xla)"
 _JOB = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _INDEX = re.compile(r"[0-9]{1,9}")
 _ANY = "*"

@@ -399,8 +399,6 @@ def this_process() -> Inventory:
 
 
 def _kinds(kind: str | None) -> tuple[str, ...]:
-    if isinstance(kind, str) and kind.strip().upper() == "TPU":
-        return ()  # a kind that programs ask for; none of torch's, so that there are never any
     return KINDS if kind is None else (parse_kind(kind),)
 
 

@@ -24,7 +24,7 @@ from stratagem.placement.residence import Tenant
 from stratagem.strategies.strategy import Strategy
 
 
-class _Alone(Strategy):
+class Alone(Strategy):
     """What strategies with a single replica in this process have in common."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class _Alone(Strategy):
 
 
 @final
-class OneDeviceStrategy(_Alone):
+class OneDeviceStrategy(Alone):
     """Puts all variables and all computation on one device.
 
     A program that runs with it runs with every other strategy, with equal results.
@@ -125,7 +125,7 @@ class OneDeviceStrategy(_Alone):
 
 
 @final
-class DefaultStrategy(_Alone):
+class DefaultStrategy(Alone):
     """The strategy outside any scope: everything is as without one."""
 
     @property

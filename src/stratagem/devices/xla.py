@@ -1,0 +1,150 @@
+"""Speaks to torch_xla: its devices, tensors that are spread over them, one program for all. The only file that imports it.
+
+Counting devices neither imports torch_xla nor wakes its runtime, which takes the chips of a machine for one process.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+from typing import Any, Final, final
+
+import torch
+
+from stratagem import _env, _torch
+from stratagem.devices.host import Host
+from stratagem.errors import DeviceConfigurationError, EnvironmentVariableError
+
+LIBRARY: Final = "torch_xla"
+TORCH_TYPE: Final = "xla"
+DEVICE: Final = torch.device(TORCH_TYPE, 0)  # all devices together, as one program sees them
+_ON_CPU: Final = "CPU"
+_AXIS: Final = 0
+
+
+def is_installed() -> bool:
+    """Whether torch_xla is here; it may be one for another torch."""
+    return importlib.util.find_spec(LIBRARY) is not None
+
+
+def is_on_cpu() -> bool:
+    """Whether its devices are shares of the CPU, as somebody has asked for by `PJRT_DEVICE=CPU`."""
+    return _env.pjrt_device() == _ON_CPU
+
+
+def num_devices(host: Host) -> int:
+    """How many devices it has on this machine.
+
+    Raises:
+        EnvironmentVariableError: `CPU_NUM_DEVICES` is no number.
+    """
+    if not is_installed():
+        return 0
+    if is_on_cpu():
+        return _num_on_cpu()
+    if _env.pjrt_device() not in (None, "TPU") or not host.num_tpu_chips():
+        return 0
+    return int(_imported("_internal.tpu").num_available_devices())
+
+
+def _num_on_cpu() -> int:
+    text = _env.cpu_num_devices()
+    if text is None:
+        return 1
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) < 10**4):
+        raise EnvironmentVariableError(f"{_env.CPU_NUM_DEVICES}={text!r} is not a whole number from 1 up")
+    return int(text)
+
+
+def _imported(name: str = "") -> Any:
+    """A module of torch_xla.
+
+    Raises:
+        DeviceConfigurationError: It was made for another torch.
+    """
+    try:
+        return importlib.import_module(f"{LIBRARY}.{name}" if name else LIBRARY)
+    except (ImportError, OSError) as error:
+        version = importlib.metadata.version(LIBRARY)
+        wanted = re.match(r"\d+\.\d+", version)
+        fitting = wanted[0] if wanted else version
+        raise DeviceConfigurationError(
+            f"{LIBRARY} {version} cannot be loaded beside torch {torch.__version__} ({str(error).splitlines()[0]}); "
+            f"each {LIBRARY} needs the torch of its own number: pip install torch=={fitting}.* {LIBRARY}=={fitting}.*"
+        ) from error
+
+
+@final
+class OneProgram:
+    """One program on all devices: what is spread over them is computed where it lies.
+
+    It is that of the whole process: torch_xla has one such mode, and keeps it.
+    """
+
+    def __init__(self) -> None:
+        self._xla: Any = _imported()
+        self._runtime: Any = _imported("runtime")
+        self._model: Any = _imported("core.xla_model")
+        self._metrics: Any = _imported("debug.metrics")
+        self._spmd: Any = _imported("distributed.spmd")
+        if not self._runtime.is_spmd():
+            self._runtime.use_spmd()
+        _let_tensors_move()
+        self.num_devices = int(self._runtime.global_runtime_device_count())
+        self._mesh = self._spmd.Mesh(list(range(self.num_devices)), (self.num_devices,), ("rows",))
+        self._layouts: dict[tuple[int, int], Any] = {}
+
+    @property
+    def num_processes(self) -> int:
+        """How many hosts run this program."""
+        return int(self._runtime.process_count())
+
+    @property
+    def process(self) -> int:
+        """Which of them this is."""
+        return int(self._runtime.process_index())
+
+    def spread(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """A tensor of the host on all devices, each with its rows of one dimension, and some with one row less."""
+        layout = self._layouts.get((tensor.dim(), dim))
+        if layout is None:
+            named = tuple("rows" if each == dim else None for each in range(tensor.dim()))
+            layout = self._layouts[tensor.dim(), dim] = self._spmd.ShardingSpec(self._mesh, named)
+        (spread,) = self._model.send_cpu_data_to_device([tensor], DEVICE, layout)
+        return _checked(spread)
+
+    def start(self) -> None:
+        """Lets the devices compute all that was asked for since the last time, and does not wait for them."""
+        self._xla.sync()
+
+    def wait(self) -> None:
+        """Waits until the devices have done all that was asked for."""
+        self._xla.sync(wait=True)
+        self._model.wait_device_ops()
+
+    def seed(self, number: int) -> None:
+        """Lets random numbers of the devices begin at a seed."""
+        self._model.set_rng_state(number, str(DEVICE))
+
+    @property
+    def num_compilations(self) -> int:
+        """How many programs have been compiled in this process."""
+        return int(self._metrics.counter_value("UncachedCompile") or 0)
+
+
+def _checked(tensor: Any) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{LIBRARY} gave {type(tensor).__name__} for a tensor")
+    return tensor
+
+
+@functools.cache
+def one_program() -> OneProgram:
+    """The program of this process."""
+    return OneProgram()
+
+
+@functools.cache
+def _let_tensors_move() -> None:
+    _torch.let_data_move(TORCH_TYPE)

@@ -1,0 +1,203 @@
+"""Drives one program on all devices of torch_xla: its variables, what a step is given and what it gives.
+
+A step is traced in the main program and computed by all devices together, each with its rows of the global batch; the
+main program does not wait for it. What torch_xla computes otherwise than torch is put right here.
+"""
+
+import contextlib
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from stratagem import _torch, _tree
+from stratagem.devices import xla
+from stratagem.objects import per_replica
+from stratagem.objects.per_replica import PerReplica, Remote
+from stratagem.objects.tracking import Tracker
+
+
+@final
+class DeviceVariables:
+    """The variables of a strategy on the devices, each of which has a copy of all.
+
+    They are made on the host, where they are drawn as on one device, and brought to the devices by and by.
+    """
+
+    def __init__(self) -> None:
+        self.tracker = Tracker()
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._loose: list[weakref.ref[torch.Tensor]] = []
+
+    def settle(self) -> None:
+        """Brings to the devices what is not there: what is new, and what the program has put elsewhere."""
+        made = self.tracker.take() if self.tracker.has_news else []
+        self._modules.update(each for each in made if isinstance(each, torch.nn.Module))
+        self._loose = [each for each in self._loose if each() is not None]
+        self._loose += [weakref.ref(each) for each in made if isinstance(each, torch.Tensor)]
+        for module in list(self._modules):
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and tensor.is_cpu:
+                    _bring(tensor)
+        for reference in self._loose:
+            if (loose := reference()) is not None and loose.is_cpu:
+                _bring(loose)
+        for each in made:
+            if isinstance(each, torch.optim.Optimizer):
+                _bring_state(each)
+
+
+def _bring(tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided:
+        return
+    hooks = _torch.program_hooks(tensor)
+    if hooks is not None:
+        _torch.set_program_hooks(tensor, None)
+    tensor.data = tensor.data.to(xla.DEVICE)
+    if hooks is not None:
+        _torch.set_program_hooks(tensor, hooks)
+
+
+def _bring_state(optimizer: torch.optim.Optimizer) -> None:
+    """Brings what an optimizer keeps for its parameters; it counts its steps on the host."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.is_cpu:
+                state[name] = value.to(xla.DEVICE)
+
+
+def given_to(program: xla.OneProgram, arguments: Any) -> Any:
+    """The arguments of a step on the devices: parts of a global batch spread over them, other tensors on each."""
+
+    def batch(part: PerReplica) -> Any:
+        place = functools.partial(_spread, program, num_rows=sum(part.counts) if part.counts else None)
+        return _tree.map_only(torch.Tensor, place, per_replica.load_deferred(part[0]))
+
+    def given(value: Any) -> Any:
+        if isinstance(value, PerReplica):
+            return batch(value)
+        return _on_each(value) if isinstance(value, torch.Tensor) else value
+
+    loaded = _tree.map_only(per_replica.Deferred, lambda each: each.load(), arguments)
+    return _tree.map(given, loaded, is_leaf=lambda each: isinstance(each, PerReplica))
+
+
+def _spread(program: xla.OneProgram, tensor: torch.Tensor, *, num_rows: int | None) -> torch.Tensor:
+    dim = next((dim for dim, size in enumerate(tensor.shape) if size == num_rows), None)
+    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if dim is None or not is_plain:
+        return _on_each(tensor)
+    spread = program.spread(tensor.detach(), dim)
+    return spread.requires_grad_() if tensor.requires_grad else spread
+
+
+def _on_each(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device.type == xla.TORCH_TYPE else tensor.to(xla.DEVICE)
+
+
+@final
+class Results:
+    """What steps have returned and nobody has read yet; it stays on the devices until then."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def keep(self, result: Any) -> Any:
+        """What a step returned, as later steps do not change it."""
+        return _tree.map(self._keep, result)
+
+    def joined(self, result: Any, counts: tuple[int, ...] | None) -> Any:
+        """The same as a program sees it."""
+        return per_replica.join_results([result], counts, self._fetch, self._forget)
+
+    def _keep(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        now = value.detach().clone()
+        if now.device.type != xla.TORCH_TYPE:
+            return now
+        number = next(self._numbers)
+        self._kept[number] = now
+        return Remote(number)
+
+    def _fetch(self, _: int, number: int) -> torch.Tensor:
+        return self._kept.pop(number).cpu()
+
+    def _forget(self, which: tuple[int, int]) -> None:
+        self._kept.pop(which[1], None)
+
+
+@final
+class OnDevices(TorchFunctionMode):
+    """A block in which new tensors are on the devices, and torch's functions compute there what they do on one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._makers = _torch.functions_with_device()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in self._makers and (kwargs is None or kwargs.get("device") is None):
+            return func(*args, **{**(kwargs or {}), "device": xla.DEVICE})
+        if func is torch.nn.functional.batch_norm or func is torch.batch_norm:
+            return _batch_norm(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _batch_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What torch_xla 2.9 does otherwise than torch: the running variance is that over n in place of n - 1, and with
+
+    running statistics there is no backward pass.
+    """
+    given = {**dict(zip(_ARGUMENTS[func is torch.batch_norm], args, strict=False)), **kwargs}
+    if given.get("running_var") is None:
+        return func(*args, **kwargs)
+    return _normalized_by_batch(func, given) if given.get("training") else _normalized(given)
+
+
+def _normalized_by_batch(func: Callable[..., Any], given: dict[str, Any]) -> Any:
+    # Autograd keeps what it is given, which must not change afterwards.
+    variance, biased = given["running_var"], given["running_var"].detach().clone()
+    result = func(**{**given, "running_var": biased})
+    num_values = given["input"].numel() // max(1, given["input"].shape[1])
+    with torch.no_grad():
+        added = biased - (1 - given.get("momentum", 0.1)) * variance
+        variance.copy_(biased + added / (num_values - 1) if num_values > 1 else biased)
+    return result
+
+
+def _normalized(given: dict[str, Any]) -> torch.Tensor:
+    inputs, weight, bias = given["input"], given.get("weight"), given.get("bias")
+    form = (1, -1, *[1] * (inputs.dim() - 2))
+    scale = torch.rsqrt(given["running_var"] + given.get("eps", 1e-5))
+    scale = scale if weight is None else scale * weight
+    shift = -given["running_mean"] * scale
+    shift = shift if bias is None else shift + bias
+    normalized: torch.Tensor = inputs * scale.view(form) + shift.view(form)
+    return normalized.to(inputs.dtype)
+
+
+_ARGUMENTS = (
+    ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"),
+)
+
+
+@contextlib.contextmanager
+def step(program: xla.OneProgram) -> Iterator[None]:
+    """One step: what is asked for inside is computed from its end on, by all devices, and not waited for."""
+    try:
+        with OnDevices():
+            yield
+    finally:
+        program.start()
