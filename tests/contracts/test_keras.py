@@ -16,7 +16,10 @@ from tests.contracts.strategies_under_test import FEWER_ROWS, opened
 from tests.training import keras_models
 from tests.training.keras_runs import ARRAYS, LABELS, X, Y, assert_equal, build, compiled, sequential
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:8 batches in a row"),  # of one row, on four devices of XLA
+]
 
 
 @pytest.fixture(scope="module", params=FEWER_ROWS)

@@ -15,7 +15,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from stratagem import _torch, _tree
+from stratagem._caller import warn_caller
 from stratagem.devices import xla
+from stratagem.errors import StratagemWarning
 from stratagem.objects import per_replica
 from stratagem.objects.per_replica import PerReplica, Remote
 from stratagem.objects.tracking import Tracker
@@ -70,29 +72,57 @@ def _bring_state(optimizer: torch.optim.Optimizer) -> None:
                 state[name] = value.to(xla.DEVICE)
 
 
-def given_to(program: xla.OneProgram, arguments: Any) -> Any:
-    """The arguments of a step on the devices: parts of a global batch spread over them, other tensors on each."""
+@final
+class Inputs:
+    """What steps are given, on the devices.
 
-    def batch(part: PerReplica) -> Any:
-        place = functools.partial(_spread, program, num_rows=sum(part.counts) if part.counts else None)
-        return _tree.map_only(torch.Tensor, place, per_replica.load_deferred(part[0]))
+    Args:
+        program: What computes them.
+    """
 
-    def given(value: Any) -> Any:
+    def __init__(self, program: xla.OneProgram) -> None:
+        self._program = program
+        self._num_uneven = 0  # batches in a row that every device has had whole
+
+    def bring(self, arguments: Any) -> Any:
+        """The arguments of a step: parts of a global batch are spread over the devices, other tensors are on each."""
+        loaded = _tree.map_only(per_replica.Deferred, lambda each: each.load(), arguments)
+        return _tree.map(self._bring, loaded, is_leaf=lambda each: isinstance(each, PerReplica))
+
+    def note(self, num_rows: int | None) -> None:
+        """Takes in of how many rows a step was; tells once if most of the devices' work is done by each of them."""
+        if num_rows is None or self._num_uneven >= _MANY_UNEVEN:
+            return
+        self._num_uneven = self._num_uneven + 1 if num_rows % self._program.num_devices else 0
+        if self._num_uneven == _MANY_UNEVEN:
+            warn_caller(
+                f"{_MANY_UNEVEN} batches in a row, the last of {num_rows} rows, did not divide evenly over "
+                f"{self._program.num_devices} devices, so that each device computed all rows; choose a global batch of "
+                f"a multiple of {self._program.num_devices} rows",
+                StratagemWarning,
+            )
+
+    def _bring(self, value: Any) -> Any:
         if isinstance(value, PerReplica):
-            return batch(value)
+            spread = functools.partial(self._spread, num_rows=sum(value.counts) if value.counts else None)
+            return _tree.map_only(torch.Tensor, spread, per_replica.load_deferred(value[0]))
         return _on_each(value) if isinstance(value, torch.Tensor) else value
 
-    loaded = _tree.map_only(per_replica.Deferred, lambda each: each.load(), arguments)
-    return _tree.map(given, loaded, is_leaf=lambda each: isinstance(each, PerReplica))
+    def _spread(self, tensor: torch.Tensor, *, num_rows: int | None) -> torch.Tensor:
+        """Spreads rows that divide evenly. XLA ends the process where a step scatters (an embedding's gradient, a one
+
+        hot code) rows that do not: each device has all of those.
+        """
+        is_even = bool(num_rows) and num_rows % self._program.num_devices == 0
+        is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.is_cpu
+        dim = next((dim for dim, size in enumerate(tensor.shape) if size == num_rows), None)
+        if not is_even or not is_plain or dim is None:
+            return _on_each(tensor)
+        spread = self._program.spread(tensor.detach(), dim)
+        return spread.requires_grad_() if tensor.requires_grad else spread
 
 
-def _spread(program: xla.OneProgram, tensor: torch.Tensor, *, num_rows: int | None) -> torch.Tensor:
-    dim = next((dim for dim, size in enumerate(tensor.shape) if size == num_rows), None)
-    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    if dim is None or not is_plain:
-        return _on_each(tensor)
-    spread = program.spread(tensor.detach(), dim)
-    return spread.requires_grad_() if tensor.requires_grad else spread
+_MANY_UNEVEN = 8
 
 
 def _on_each(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,7 @@ class _OneProgram(TPUStrategy, Alone):
         self._devices = tuple(this_process().logical(TPU))
         self._program = xla.one_program()
         self._variables = one_program.DeviceVariables()
+        self._inputs = one_program.Inputs(self._program)
         self._results = one_program.Results()
         self._random_numbers = RandomNumbers(0, apart=False, on_device=True)
 
@@ -70,13 +71,14 @@ class _OneProgram(TPUStrategy, Alone):
         return results
 
     def _step(self, fn: Callable[..., Any], filled: Any, counts: tuple[int, ...] | None) -> Any:
-        args, kwargs = one_program.given_to(self._program, filled)
+        args, kwargs = self._inputs.bring(filled)
         context.state.replicas.append(ReplicaContext(0, OneReplica(), self))
         try:
             with self._at_home(), scopes.recording(), one_program.step(self._program):
                 kept = self._results.keep(compute(fn, args, kwargs, ()))
         finally:
             context.state.replicas.pop()
+        self._inputs.note(sum(counts) if counts else None)
         return self._results.joined(kept, counts)
 
     def take(self, objects: Sequence[Any]) -> None:
