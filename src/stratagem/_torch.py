@@ -466,11 +466,35 @@ def gloo_options(timeout: timedelta, devices: Sequence[Any]) -> Any:
     return options
 
 
-def nccl_options(timeout: timedelta) -> Any:
-    """The options of a `ProcessGroupNCCL`."""
-    options = _any_torch.distributed.ProcessGroupNCCL.Options()
+def group_options(group: Any, timeout: timedelta) -> Any:
+    """The options of a group of one of torch's own backends, such as `ProcessGroupNCCL`."""
+    options = group.Options()
     options._timeout = timeout
     return options
+
+
+def is_group_registered(name: str) -> bool:
+    """Whether a package beside torch has registered a backend of torch.distributed by this name."""
+    return name.upper() in _any_torch.distributed.Backend._plugins
+
+
+def registered_group_of(torch_type: str) -> str | None:
+    """The backend of torch.distributed that a package has registered for a type of device."""
+    name: str | None = _any_torch.distributed.Backend.default_device_backend_map.get(torch_type)
+    return name if name is not None and is_group_registered(name) else None
+
+
+def registered_group(name: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A group of a backend that a package has registered, apart from torch's default group."""
+    registered = _any_torch.distributed.Backend._plugins[name.upper()]
+    store = _any_torch.distributed.PrefixStore(name, store)
+    if not registered.extended_api:
+        return registered.creator_fn(store, rank, size, timeout)
+    options = _any_torch._C._distributed_c10d._DistributedBackendOptions()
+    options.store, options.timeout = store, timeout
+    options.group_rank, options.group_size = rank, size
+    options.group_id, options.global_ranks_in_group = name, list(range(size))
+    return registered.creator_fn(options, None)
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
@@ -539,6 +563,12 @@ def private_slot_holder() -> str | None:
     return name if taken else None
 
 
+def knows_device_type(name: str) -> bool:
+    """Whether torch has a type of device by this name: its own, or that of the backend in the private slot."""
+    return name in _OWN_TYPES or name == _any_torch._C._get_privateuse1_backend_name()
+
+
+_OWN_TYPES: Final = frozenset(("cpu", "cuda", "xpu", "mps", "hpu", "mtia"))
 _FREE_SLOT: Final = "privateuseone"
 
 

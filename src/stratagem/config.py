@@ -59,7 +59,8 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
     """Every device of this machine that this process may use, without taking memory on any.
 
     Args:
-        device_type: Only this kind: `CPU`, `GPU` (CUDA or ROCm), `XPU` or `MPS`; of `TPU` there are none.
+        device_type: Only this kind: `CPU`, `GPU` (CUDA or ROCm), `TPU`, `XPU`, `HPU`, `MPS`, or that of a backend
+            which a package has given torch, by torch's name for it.
     Example:
         >>> list_physical_devices("CPU")
         [PhysicalDevice(name='/physical_device:CPU:0', device_type='CPU')]
@@ -203,10 +204,10 @@ def simulate_devices(
         device_type: The kind to simulate, such as `GPU`.
         count: How many.
         memory_limit: The memory of each, in MiB; by default an even share of the machine's.
-        strict: Whether they are devices of torch's own; only GPUs can be.
+        strict: Whether they are devices of torch's own; GPUs and TPUs can be, one kind in a process.
     Raises:
-        DeviceConfigurationError: Together they have more memory than the machine; strict devices are no
-            GPUs, or another backend has torch's private slot.
+        DeviceConfigurationError: Together they have more memory than the machine; strict devices of
+            this kind there are none, or another backend has torch's private slot.
         DevicesInUseError: Devices are in use.
     Example:
         >>> simulate_devices("GPU", 2, memory_limit=256)[1]

@@ -92,7 +92,7 @@ def test_devices_of_the_command_are_those_of_the_program() -> None:
         (["--devices", "gpu:2", "--workers", "1", "train.py"], "--devices 'gpu:2' asks for 2 GPUs"),
         (["--devices", "cpu:0", "train.py"], "--devices 'cpu:0' is not cpu:COUNT"),
         (["--devices", "cpu:all", "train.py"], "--devices 'cpu:all' is not cpu:COUNT"),
-        (["--devices", "tpu:1", "train.py"], "Known kinds: cpu, gpu"),
+        (["--devices", "npu:1", "train.py"], "Known kinds: cpu, gpu"),
         (["--workers", "-1", "train.py"], "--workers must be a whole number from 0 up, got -1"),
         (["--workers", "0", "train.py"], "--workers 0 leaves nobody to train"),
         (["--workers", "1", "--ps", "-1", "train.py"], "--ps must be a whole number from 0 up, got -1"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.devices import absence
+from stratagem.devices import kind_table
 from stratagem.devices.inventory import Inventory
 from stratagem.errors import (
     DeviceConfigurationError,
@@ -32,7 +32,7 @@ CASES: list[tuple[str, Callable[[], object], type[StratagemError], list[str]]] =
         "unknown kind",
         lambda: sg.config.list_physical_devices("gpx"),
         UnknownDeviceError,
-        ["'gpx'", "cpu, gpu", "xpu, mps", "Did you mean 'gpu'?"],
+        ["'gpx'", "cpu, gpu", "tpu, xpu", "Did you mean 'gpu'?"],
     ),
     (
         "unknown device",
@@ -206,7 +206,7 @@ def test_malformed_variable_is_an_error_at_the_first_call(monkeypatch: pytest.Mo
 
 
 def test_missing_gpu_says_that_torch_is_a_cpu_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(absence, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(kind_table, "is_cpu_build", lambda: True)
     with pytest.raises(DeviceNotFoundError) as caught:
         Inventory(fake_host(tmp_path), []).resolve("cuda:0")
     for words in ("cuda:0", "no visible GPU", f"torch {torch.__version__} is a CPU build", "simulate_devices('GPU'"):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratagem.devices.accelerators import CachingAccelerator
+from stratagem.devices.accelerators import TorchAccelerator
 from stratagem.devices.device import LogicalDeviceConfiguration, PhysicalDevice
 from stratagem.devices.device_spec import DeviceSpec
 from stratagem.devices.inventory import Inventory
@@ -17,7 +17,7 @@ Part = LogicalDeviceConfiguration
 def with_gpus(root: Path, count: int, *, num_nvidia_gpus: int | None = None) -> tuple[Inventory, FakeTorchCuda]:
     """A machine whose torch sees `count` GPUs, through a fake in the place of `torch.cuda`."""
     fake = FakeTorchCuda(count)
-    accelerator = CachingAccelerator("GPU", "cuda", fake)  # type: ignore[arg-type]
+    accelerator = TorchAccelerator("GPU", "cuda", fake)
     return Inventory(fake_host(root, num_nvidia_gpus=num_nvidia_gpus), [accelerator]), fake
 
 

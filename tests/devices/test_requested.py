@@ -60,7 +60,7 @@ def test_request_for_gpus_says_why_there_are_none(
 
 
 @pytest.mark.parametrize(
-    "text", ["cpu", "cpu:", "cpu:0", "cpu:-1", "cpu:all", "gpu:some", "4", "cpu:2,cpu:3", "tpu:1", ","]
+    "text", ["cpu", "cpu:", "cpu:0", "cpu:-1", "cpu:all", "gpu:some", "4", "cpu:2,cpu:3", "npu:1", ","]
 )
 def test_malformed_request_names_the_variable_and_the_form(
     inventory: Inventory, monkeypatch: pytest.MonkeyPatch, text: str

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.devices.accelerators import CachingAccelerator
+from stratagem.devices.accelerators import TorchAccelerator
 from stratagem.devices.host import Host
 from stratagem.devices.inventory import Inventory
 from stratagem.devices.serving import serve
@@ -214,7 +214,7 @@ def test_limit_that_cannot_be_enforced_warns(tmp_path: Path) -> None:
 
 def test_real_gpu_is_limited_through_its_allocator_and_set_free_again(tmp_path: Path) -> None:
     fake = FakeTorchCuda(2, total_memory=16 * GIB)
-    inventory = Inventory(fake_host(tmp_path), [CachingAccelerator("GPU", "meta", fake)])  # type: ignore[arg-type]
+    inventory = Inventory(fake_host(tmp_path), [TorchAccelerator("GPU", "meta", fake)])
     inventory.configure("gpu:1", [Part(memory_limit=4096), Part()])
     inventory.set_growth("gpu:1", False)
     with serve("gpu:1", inventory=inventory) as device:

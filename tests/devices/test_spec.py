@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stratagem.devices.device_spec import KINDS, DeviceSpec, parse_kind
+from stratagem.devices import kind_table
+from stratagem.devices.device_spec import DeviceSpec, parse_kind
 from stratagem.errors import DeviceTypeError, UnknownDeviceError
 
 indices = st.integers(0, 10**9 - 1) | st.none()
@@ -14,7 +15,7 @@ specs = st.builds(
     job=st.from_regex(r"[A-Za-z][A-Za-z0-9_-]{0,10}", fullmatch=True) | st.none(),
     replica=indices,
     task=indices,
-    device_type=st.sampled_from(KINDS) | st.none(),
+    device_type=st.sampled_from(kind_table.names()) | st.none(),
     device_index=indices,
 )
 

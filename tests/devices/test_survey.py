@@ -4,18 +4,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from stratagem.devices import absence
-from stratagem.devices.accelerators import CachingAccelerator
+from stratagem.devices import kind_table
+from stratagem.devices.accelerators import TorchAccelerator
 from stratagem.devices.inventory import Inventory
 from stratagem.devices.survey import survey
+from stratagem.devices.vendors import cuda
 from tests.fakes import FakeTorchCuda, fake_host
 
 
 def with_gpus(root: Path, count: int, num_nvidia_gpus: int | None) -> Inventory:
-    kinds = [
-        CachingAccelerator(kind, "cuda", FakeTorchCuda(count if kind == "GPU" else 0)) for kind in ("GPU", "XPU", "MPS")
-    ]  # type: ignore[arg-type]
-    return Inventory(fake_host(root, num_nvidia_gpus=num_nvidia_gpus), kinds)
+    gpus = TorchAccelerator("GPU", "cuda", FakeTorchCuda(count), describe=cuda.described)
+    return Inventory(fake_host(root, num_nvidia_gpus=num_nvidia_gpus), [gpus])
 
 
 def test_survey_reports_every_device_with_its_details(tmp_path: Path) -> None:
@@ -43,14 +42,14 @@ def test_survey_shows_what_is_simulated_and_hidden(inventory: Inventory) -> None
 
 
 def test_survey_explains_a_cpu_build_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(absence, "is_cpu_build", lambda: True)
+    monkeypatch.setattr(kind_table, "is_cpu_build", lambda: True)
     (note,) = survey(with_gpus(tmp_path, 0, 2)).notes
     assert "is a CPU build and cannot see accelerators although this machine has 2 NVIDIA GPU(s)" in note
     assert "STRATAGEM_SIMULATE=gpu:2" in note
 
 
 def test_survey_explains_gpus_that_a_variable_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(absence, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(kind_table, "is_cpu_build", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert survey(with_gpus(tmp_path, 1, 4)).notes == ["CUDA_VISIBLE_DEVICES='1' hides 3 of 4 GPU(s)"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -78,6 +77,6 @@ def test_survey_says_that_a_variable_hides_simulated_devices(
 def test_survey_says_when_torch_was_built_for_gpus_and_finds_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(absence, "is_cpu_build", lambda: False)
+    monkeypatch.setattr(kind_table, "is_cpu_build", lambda: False)
     (note,) = survey(with_gpus(tmp_path, 0, None)).notes
     assert f"torch {torch.__version__} finds no GPU" in note

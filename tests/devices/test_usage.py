@@ -8,7 +8,7 @@ import pytest
 
 from stratagem import config
 from stratagem.devices import usage
-from stratagem.devices.accelerators import CachingAccelerator
+from stratagem.devices.accelerators import TorchAccelerator
 from stratagem.devices.inventory import Inventory
 from stratagem.devices.serving import limited_accelerator
 from tests.fakes import GIB, FakeTorchCuda
@@ -53,7 +53,7 @@ def test_nvidias_library_tells_of_visible_gpus(monkeypatch: pytest.MonkeyPatch) 
 
 def test_torch_holds_the_limit_of_an_accelerator_in_the_main_program() -> None:
     fake = FakeTorchCuda(1, total_memory=16 * GIB)
-    inventory = Inventory(accelerators=[CachingAccelerator("GPU", "meta", fake)])  # type: ignore[arg-type]
+    inventory = Inventory(accelerators=[TorchAccelerator("GPU", "meta", fake)])
     inventory.configure(
         "gpu:0", [config.LogicalDeviceConfiguration(memory_limit=4096), config.LogicalDeviceConfiguration()]
     )

@@ -55,7 +55,7 @@ def physical_table(found: "Survey") -> "Table":
             each.details.device_name,
             "yes" if each.visible else "no",
             str(each.details.num_cores or _NOTHING),
-            mib(each.details.total_memory_bytes),
+            mib(each.details.total_memory_bytes) if each.details.total_memory_bytes else _NOTHING,
             _NOTHING if each.memory_used_bytes is None else mib(each.memory_used_bytes),
         ]
         for each in found.physical

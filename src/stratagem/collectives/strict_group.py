@@ -12,8 +12,9 @@ import torch
 import torch.distributed
 
 from stratagem import _torch
-from stratagem.devices.strict import counts, device_memory, streams
-from stratagem.devices.strict.streams import TORCH_TYPE
+from stratagem.devices.kind_table import STRICT_GROUP
+from stratagem.devices.strict import backend, counts, device_memory, streams
+from stratagem.devices.strict.slot import HELD
 
 _c10d: Final[Any] = torch.distributed
 
@@ -61,26 +62,22 @@ class StrictGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """What torch calls it."""
-        return BACKEND
+        return STRICT_GROUP
 
     def shutdown(self) -> None:
         """Cuts the connections."""
         self._gloo.shutdown()
 
     def _begin(self, name: str, tensor: torch.Tensor, begin: Callable[..., Any], *args: Any) -> Any:
-        if tensor.device.type == TORCH_TYPE:
+        if tensor.device.type == HELD.torch_type:
             index = tensor.device.index
             counts.note_kernel(name, index, streams.current_stream_number(index))
         return begin(*args)
 
 
-BACKEND: Final = "strict"
-"""The name of the backend: `torch.distributed.init_process_group("strict")`."""
-
-
 def _hosts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     with _torch.without_function_modes():
-        return [device_memory.to_host(each) if each.device.type == TORCH_TYPE else each for each in tensors]
+        return [device_memory.to_host(each) if each.device.type == HELD.torch_type else each for each in tensors]
 
 
 def _given(opts: Any) -> tuple[Any, ...]:
@@ -91,4 +88,8 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> StrictGroup
     return StrictGroup(_c10d.ProcessGroupGloo(store, rank, size, timeout), rank, size)
 
 
-_c10d.Backend.register_backend(BACKEND, _create, devices=[TORCH_TYPE, "cpu"])
+def _register() -> None:
+    _c10d.Backend.register_backend(STRICT_GROUP, _create, devices=[HELD.torch_type, "cpu"])
+
+
+backend.when_registered(_register)

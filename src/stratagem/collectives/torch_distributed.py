@@ -1,5 +1,6 @@
 """Exchanges tensors by torch.distributed: gloo for those of the CPU, NCCL for those of GPUs.
 
+What carries the tensors of another kind of device is in its row of `devices/kind_table`.
 Strict devices have a group that begins and waits as NCCL does (`strict_group`).
 
 Owns its process groups; the user's default group is neither used nor touched. Replicas of one
@@ -32,7 +33,7 @@ from stratagem.collectives.collective import (
     shapes_of,
 )
 from stratagem.collectives.connections import check_folder, connections_on, hang_up
-from stratagem.collectives.strict_group import BACKEND, StrictGroup
+from stratagem.collectives.strict_group import StrictGroup
 from stratagem.collectives.waiting import (
     PendingExchange,
     is_completed,
@@ -42,7 +43,9 @@ from stratagem.collectives.waiting import (
     result_of,
     wait_in_slices,
 )
-from stratagem.devices.strict.streams import TORCH_TYPE
+from stratagem.devices import kind_table
+from stratagem.devices.kind_table import STRICT_GROUP
+from stratagem.devices.process_groups import GroupBackend
 from stratagem.errors import CollectiveError
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -301,19 +304,32 @@ class TorchDistributed(Collective):
 
     def _check_device(self, tensor: torch.Tensor) -> None:
         """Refuses what no group can carry."""
-        kind, nccl = tensor.device.type, _c10d.is_nccl_available()
-        if kind not in ("cpu", TORCH_TYPE) and not (kind == "cuda" and nccl):
+        if tensor.device.type != "cpu":
+            self._backend_of(tensor)
+
+    def _backend_of(self, tensor: torch.Tensor) -> GroupBackend:
+        """The backend that carries a tensor of an accelerator."""
+        row = kind_table.of_torch_type(tensor.device.type)
+        backend = None if row is None else row.group
+        if backend is None or not backend.is_available():
+            what = "nothing" if backend is None else f"{backend.name}, which this process does not have"
             raise CollectiveError(
-                f"torch.distributed moves tensors of the CPU (gloo) and of CUDA devices (NCCL, "
-                f"{'' if nccl else 'not '}in this build), got one on {str(tensor.device)!r}; copy it to the CPU first"
+                f"torch.distributed moves tensors of {tensor.device.type!r} devices by {what}, got one on "
+                f"{str(tensor.device)!r}; copy it to the CPU first"
             )
+        return backend
 
     def _group(self, tensor: torch.Tensor) -> Any:
         """The group that carries a tensor, chosen by where it is."""
         if tensor.device.type == "cpu":
             return self._gloo
         if self._on_device is None:
-            self._on_device = self._connect_strict() if tensor.device.type == TORCH_TYPE else self._connect_nccl()
+            backend = self._backend_of(tensor)
+            if backend.name == STRICT_GROUP:
+                self._on_device = StrictGroup(self._connect_gloo(STRICT_GROUP), self.rank, self.size)
+            else:
+                timeout = timedelta(seconds=self.timeout_s)
+                self._on_device = backend.connect(self._store, self.rank, self.size, timeout)
         return self._on_device
 
     def _try_gloo(self) -> str:
@@ -333,14 +349,6 @@ class TorchDistributed(Collective):
         self._sockets += connections_on(self._address) - before
         _torch.set_timeout(group, timedelta(seconds=self.timeout_s))
         return group
-
-    def _connect_strict(self) -> StrictGroup:
-        return StrictGroup(self._connect_gloo(BACKEND), self.rank, self.size)
-
-    def _connect_nccl(self) -> Any:
-        options = _torch.nccl_options(timedelta(seconds=self.timeout_s))
-        store = _c10d.PrefixStore("nccl", self._store)
-        return _c10d.ProcessGroupNCCL(store, self.rank, self.size, options)
 
 
 def _texts(notes: torch.Tensor) -> list[str]:

@@ -7,12 +7,10 @@ by `stratagem devices`.
 import torch
 
 from stratagem import _env
-from stratagem.devices import masks
-from stratagem.devices.accelerators import is_cpu_build
-from stratagem.devices.device_spec import GPU
+from stratagem.devices import kind_table, masks
 from stratagem.devices.host import Host
-
-_SIMULATE_HINT = f"To try a program without GPUs: sg.config.simulate_devices('GPU', 2) or {_env.SIMULATE}=gpu:2"
+from stratagem.devices.kind_table import GPU, TPU
+from stratagem.devices.vendors import tpu
 
 
 def why_none(kind: str, host: Host) -> str:
@@ -20,7 +18,12 @@ def why_none(kind: str, host: Host) -> str:
     reasons = []
     if kind == GPU:
         reasons = visibility_notes(host)
-    if is_cpu_build():
+    row = kind_table.row_of(kind)
+    if kind == TPU:
+        reasons.append(tpu.why_none(host))
+    elif row.package is not None and not row.is_built():
+        reasons.append(f"torch sees a {kind} through {row.package}, which this program has not loaded")
+    elif kind_table.is_cpu_build():
         in_the_box = f" although this machine has {host.num_nvidia_gpus()} NVIDIA GPU(s)" if _has_nvidia(host) else ""
         reasons.append(
             f"torch {torch.__version__} is a CPU build and cannot see accelerators{in_the_box}; "
@@ -28,8 +31,14 @@ def why_none(kind: str, host: Host) -> str:
         )
     elif kind == GPU and not _has_nvidia(host):
         reasons.append(f"torch {torch.__version__} finds no GPU")
-    hint = f" {_SIMULATE_HINT}." if kind == GPU else ""
-    return f"{'; '.join(reasons) or f'torch finds no {kind}'}.{hint}"
+    return f"{'; '.join(reasons) or f'torch finds no {kind}'}.{_simulate_hint(kind)}"
+
+
+def _simulate_hint(kind: str) -> str:
+    if kind not in kind_table.strict_kinds():
+        return ""
+    variable = f"{_env.SIMULATE}={kind.lower()}:2"
+    return f" To try a program without {kind}s: sg.config.simulate_devices({kind!r}, 2) or {variable}."
 
 
 def visibility_notes(host: Host) -> list[str]:

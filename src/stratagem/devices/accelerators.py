@@ -1,22 +1,24 @@
-"""Asks torch about the real accelerators: how many, which, their memory.
+"""Asks torch about accelerators: how many, which, their memory.
 
-One class speaks to `torch.cuda` and `torch.xpu`, which offer the same functions, one to `torch.mps`.
+Owns what all kinds have in common: the functions that `torch.cuda` has, and the modules of other kinds after its
+model. What only one vendor has is in its file in `vendors`; which kinds there are is `kind_table`'s.
 Counting does not initialise a driver, and nothing here allocates on a device except `reserve`.
 """
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import ModuleType
-from typing import Protocol, cast, final
+from typing import Any, Final, Protocol, cast, final
 
 import torch
 
-from stratagem.devices import xla
 from stratagem.devices.device import DeviceDetails
-from stratagem.devices.device_spec import GPU, MPS, TPU, XPU
-from stratagem.devices.host import Host
+from stratagem.errors import DeviceConfigurationError, DeviceError
 
 _PAGE_BYTES = 2 * 2**20
+
+LIMIT_CALL: Final = "set_per_process_memory_fraction"
+"""What torch's modules of accelerators call the function that limits the memory of a process."""
 
 
 class Accelerator(Protocol):
@@ -28,6 +30,10 @@ class Accelerator(Protocol):
     @property
     def torch_type(self) -> str: ...
 
+    @property
+    def limits_memory(self) -> bool:
+        """Whether torch can limit what a process takes, so that the device can be divided."""
+
     def count(self) -> int: ...
 
     def details(self, index: int) -> DeviceDetails: ...
@@ -35,14 +41,16 @@ class Accelerator(Protocol):
     def memory_used(self, index: int) -> int | None:
         """By all processes; `None` where it cannot be told without allocating."""
 
-    def memory_info(self, index: int) -> dict[str, int]: ...
+    def memory_info(self, index: int) -> dict[str, int]:
+        """What this process holds, as `current` and `peak`; raises `DeviceError` where torch does not tell."""
 
     def reset_peak(self, index: int) -> None: ...
 
     def memory_fraction(self, index: int) -> float:
         """The part of its memory that this process may use now."""
 
-    def limit_memory(self, index: int, fraction: float) -> None: ...
+    def limit_memory(self, index: int, fraction: float) -> None:
+        """Raises `DeviceConfigurationError` where torch cannot."""
 
     def reserve(self, index: int, limit_bytes: int | None) -> None:
         """Takes all memory up to the limit now and keeps it for later tensors."""
@@ -51,171 +59,126 @@ class Accelerator(Protocol):
         """Makes it torch's current device of its kind, for a while."""
 
 
+def described(properties: Any) -> DeviceDetails:
+    """What a module after the model of `torch.cuda` says of a device."""
+    return DeviceDetails(str(getattr(properties, "name", properties)), int(getattr(properties, "total_memory", 0)))
+
+
+def untold(index: int) -> None:
+    """How much memory all processes use, where the vendor does not tell."""
+
+
 @final
-class CachingAccelerator:
-    """CUDA, ROCm or XPU: a driver behind torch's caching allocator.
+class TorchAccelerator:
+    """A kind of accelerator with a module of torch's, such as `torch.cuda`.
+
+    Torch's own modules have all functions. Those of vendors may lack some: then `torch.accelerator` is asked, and what
+    it does not know either is said to be unknown, or cannot be done.
 
     Args:
         kind: Its kind among stratagem's devices.
         torch_type: Its type among torch's.
-        module: `torch.cuda` or `torch.xpu`.
+        module: Where its functions are; `None` if this program has not loaded what brings them.
+        describe: What the vendor's properties of a device mean.
+        used_bytes: How much memory all processes use on a device, where the vendor tells without allocating.
+        limit_call: The function of the module that limits a process to a part of the memory, if there is one.
     """
 
-    def __init__(self, kind: str, torch_type: str, module: ModuleType) -> None:
+    def __init__(
+        self,
+        kind: str,
+        torch_type: str,
+        module: Any,
+        *,
+        describe: Callable[[Any], DeviceDetails] = described,
+        used_bytes: Callable[[int], int | None] = untold,
+        limit_call: str | None = LIMIT_CALL,
+    ) -> None:
         self.kind = kind
         self.torch_type = torch_type
         self._torch = module
+        self._describe = describe
+        self._used_bytes = used_bytes
+        self._limit_call = limit_call
+
+    @property
+    def limits_memory(self) -> bool:
+        return self._limit_call is not None and hasattr(self._torch, self._limit_call)
 
     def count(self) -> int:
-        return int(self._torch.device_count())
+        return 0 if self._torch is None else int(self._torch.device_count())
 
     def details(self, index: int) -> DeviceDetails:
-        properties = self._torch.get_device_properties(index)
-        major = getattr(properties, "major", None)
-        cores = getattr(properties, "multi_processor_count", getattr(properties, "gpu_subslice_count", None))
-        return DeviceDetails(
-            device_name=str(properties.name),
-            total_memory_bytes=int(properties.total_memory),
-            num_cores=cores,
-            compute_capability=None if major is None else (major, properties.minor),
-        )
+        if hasattr(self._torch, "get_device_properties"):
+            return self._describe(self._torch.get_device_properties(index))
+        free_and_total = self._free_and_total(index)
+        return DeviceDetails(self.kind, 0 if free_and_total is None else free_and_total[1])
 
     def memory_used(self, index: int) -> int | None:
-        # Needs NVIDIA's management library for Python, which is not a dependency.
+        return self._used_bytes(index)
+
+    def memory_info(self, index: int) -> dict[str, int]:
+        current, peak = self._function("memory_allocated"), self._function("max_memory_allocated")
         try:
-            return int(self._torch.device_memory_used(index))
-        except (ImportError, RuntimeError, AttributeError):
-            return None
-
-    def memory_info(self, index: int) -> dict[str, int]:
-        return {
-            "current": int(self._torch.memory_allocated(index)),
-            "peak": int(self._torch.max_memory_allocated(index)),
-        }
+            return {"current": int(current(index)), "peak": int(peak(index))}
+        except (RuntimeError, NotImplementedError) as error:
+            raise DeviceError(
+                f"torch does not tell how much memory is in use on {self.torch_type}:{index}: neither torch."
+                f"{self.torch_type} nor torch.accelerator has that for it ({str(error).splitlines()[0]})"
+            ) from error
 
     def reset_peak(self, index: int) -> None:
-        if self._torch.is_initialized():
-            self._torch.reset_peak_memory_stats(index)
+        # A driver that sleeps has no peak to reset.
+        if getattr(self._torch, "is_initialized", lambda: True)():
+            self._function("reset_peak_memory_stats")(index)
 
     def memory_fraction(self, index: int) -> float:
-        return float(self._torch.get_per_process_memory_fraction(index))
+        told = getattr(self._torch, f"g{LIMIT_CALL.removeprefix('s')}", None)
+        return 1.0 if told is None else float(told(index))
 
     def limit_memory(self, index: int, fraction: float) -> None:
-        self._torch.set_per_process_memory_fraction(fraction, index)
+        if not self.limits_memory:
+            raise DeviceConfigurationError(why_no_limits(self))
+        getattr(self._torch, str(self._limit_call))(fraction, index)
 
     def reserve(self, index: int, limit_bytes: int | None) -> None:
-        free_bytes, _ = self._torch.mem_get_info(index)
-        _take_and_drop(torch.device(self.torch_type, index), free_bytes, limit_bytes)
+        free_and_total = self._free_and_total(index)
+        if free_and_total is None:
+            raise DeviceConfigurationError(
+                f"the memory of {self.kind}:{index} cannot be taken at the start, as torch does not tell how much is "
+                f"free there; leave set_memory_growth(..., False) out"
+            )
+        take_and_drop(torch.device(self.torch_type, index), free_and_total[0], limit_bytes)
 
     def selected(self, index: int) -> AbstractContextManager[object]:
-        return cast(AbstractContextManager[object], self._torch.device(index))
+        if hasattr(self._torch, "device"):
+            return cast(AbstractContextManager[object], self._torch.device(index))
+        return torch.accelerator.device_index(index)
 
+    def _function(self, name: str) -> Callable[[int], Any]:
+        found: Callable[[int], Any] = getattr(self._torch, name, None) or getattr(torch.accelerator, name)
+        return found
 
-@final
-class MetalAccelerator:
-    """MPS: Apple's GPU, which shares the memory of the machine.
-
-    It keeps no peak; what its driver holds, freed tensors included, stands in for it.
-    """
-
-    kind = MPS
-    torch_type = "mps"
-
-    def __init__(self, module: ModuleType = torch.mps) -> None:
-        self._torch = module
-
-    def count(self) -> int:
-        return int(self._torch.device_count()) if torch.backends.mps.is_available() else 0
-
-    def details(self, index: int) -> DeviceDetails:
-        return DeviceDetails(device_name="Apple GPU", total_memory_bytes=int(self._torch.recommended_max_memory()))
-
-    def memory_used(self, index: int) -> int | None:
+    def _free_and_total(self, index: int) -> tuple[int, int] | None:
+        asked = getattr(self._torch, "mem_get_info", None) or getattr(torch.accelerator, "get_memory_info", None)
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            if asked is not None:
+                free_bytes, total_bytes = asked(index)
+                return int(free_bytes), int(total_bytes)
         return None
 
-    def memory_info(self, index: int) -> dict[str, int]:
-        current = int(self._torch.current_allocated_memory())
-        return {"current": current, "peak": max(current, int(self._torch.driver_allocated_memory()))}
 
-    def reset_peak(self, index: int) -> None:
-        self._torch.empty_cache()
-
-    def memory_fraction(self, index: int) -> float:
-        return 1.0  # torch does not tell
-
-    def limit_memory(self, index: int, fraction: float) -> None:
-        self._torch.set_per_process_memory_fraction(fraction)
-
-    def reserve(self, index: int, limit_bytes: int | None) -> None:
-        _take_and_drop(torch.device(self.torch_type, index), self._torch.recommended_max_memory(), limit_bytes)
-
-    def selected(self, index: int) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-
-@final
-class XlaAccelerator:
-    """TPUs by torch_xla, or the CPU in their place: devices that compute one program together.
-
-    Args:
-        host: The machine.
-    """
-
-    kind = TPU
-    torch_type = xla.TORCH_TYPE
-
-    def __init__(self, host: Host | None = None) -> None:
-        self._host = host or Host()
-
-    def count(self) -> int:
-        return xla.num_devices(self._host)
-
-    def details(self, index: int) -> DeviceDetails:
-        if xla.is_on_cpu():
-            return DeviceDetails("XLA on the CPU", self._host.total_memory_bytes() // self.count())
-        return DeviceDetails("TPU", 0)
-
-    def memory_used(self, index: int) -> int | None:
-        return None
-
-    def memory_info(self, index: int) -> dict[str, int]:
-        return {"current": 0, "peak": 0}  # torch_xla tells only of programs that have begun
-
-    def reset_peak(self, index: int) -> None:
-        pass
-
-    def memory_fraction(self, index: int) -> float:
-        return 1.0
-
-    def limit_memory(self, index: int, fraction: float) -> None:
-        pass
-
-    def reserve(self, index: int, limit_bytes: int | None) -> None:
-        pass
-
-    def selected(self, index: int) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-
-def of_this_machine() -> tuple[Accelerator, ...]:
-    """Every kind of accelerator that torch may have been built for."""
+def why_no_limits(accelerator: Accelerator) -> str:
+    """Why memory limits cannot be set on a kind of accelerator, and what to do."""
     return (
-        CachingAccelerator(GPU, "cuda", torch.cuda),
-        CachingAccelerator(XPU, "xpu", torch.xpu),
-        MetalAccelerator(),
-        XlaAccelerator(),
+        f"the memory of a {accelerator.kind} cannot be limited or divided: torch.{accelerator.torch_type} has no "
+        f"{LIMIT_CALL}; use the device whole, without memory_limit"
     )
 
 
-def _take_and_drop(device: torch.device, free_bytes: int, limit_bytes: int | None) -> None:
+def take_and_drop(device: torch.device, free_bytes: int, limit_bytes: int | None) -> None:
     """Takes a block and drops it: torch's allocators keep what is freed, so it stays this process'."""
     # Not all that is free: libraries such as cuBLAS allocate past torch. Whole allocator pages, so
     # that rounding up does not go over the limit.
     wanted = int(0.95 * free_bytes) if limit_bytes is None else min(limit_bytes, free_bytes)
     torch.empty(wanted // _PAGE_BYTES * _PAGE_BYTES, dtype=torch.uint8, device=device)
-
-
-def is_cpu_build() -> bool:
-    """Whether this torch was built without support for any accelerator."""
-    versions = (torch.version.cuda, torch.version.hip, torch.version.xpu)
-    return not any(versions) and not torch.backends.mps.is_built()

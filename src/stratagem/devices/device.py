@@ -47,7 +47,7 @@ class DeviceDetails:
 
     Args:
         device_name: The model, as its maker calls it.
-        total_memory_bytes: All of its memory.
+        total_memory_bytes: All of its memory; 0 where torch does not tell.
         num_cores: Cores of a CPU that this process may use, multiprocessors of a GPU.
         compute_capability: Of an NVIDIA GPU, as (major, minor).
     """
@@ -108,7 +108,7 @@ class LogicalDevice:
     """A named share of a physical device: what programs address.
 
     Args:
-        device_type: `CPU`, `GPU`, `XPU` or `MPS`.
+        device_type: Its kind, such as `CPU` or `GPU`.
         index: Its number among the logical devices of that kind.
         physical: The device that it is a share of.
         torch_device: Where its tensors are, for torch.

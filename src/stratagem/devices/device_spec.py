@@ -1,8 +1,8 @@
 """Reads and writes device names; the only parser of them.
 
 Understands TensorFlow's full form (`/job:worker/replica:0/task:1/device:GPU:0`), its short forms
-(`/gpu:0`, `GPU:0`, partial names) and torch's (`cuda:0`). Owns the kinds of device and their
-spellings. Does not know which devices exist (`inventory`).
+(`/gpu:0`, `GPU:0`, partial names) and torch's (`cuda:0`). Which kinds there are, and how they are
+spelt, is `kind_table`'s; which devices exist, `inventory`'s.
 """
 
 import dataclasses
@@ -10,22 +10,9 @@ import difflib
 import re
 from typing import NoReturn, Self
 
+from stratagem.devices import kind_table
 from stratagem.errors import DeviceTypeError, UnknownDeviceError
 
-CPU, GPU, XPU, MPS, TPU = KINDS = ("CPU", "GPU", "XPU", "MPS", "TPU")
-
-_SPELLINGS = {
-    "CPU": CPU,
-    "GPU": GPU,
-    "CUDA": GPU,
-    "ROCM": GPU,
-    "HIP": GPU,
-    "XPU": XPU,
-    "MPS": MPS,
-    "TPU": TPU,
-    "XLA": TPU,
-}
-_KNOWN = "cpu, gpu (also written cuda, rocm or hip), xpu, mps, tpu (also written xla)"
 _JOB = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _INDEX = re.compile(r"[0-9]{1,9}")
 _ANY = "*"
@@ -40,11 +27,13 @@ def parse_kind(text: str) -> str:
     """
     if not isinstance(text, str):
         raise DeviceTypeError(f"a kind of device is a text such as 'GPU', got {text!r}")
-    kind = _SPELLINGS.get(text.strip().upper())
+    kind = kind_table.spellings().get(text.strip().upper())
     if kind is None:
-        if text.partition(":")[0].strip().upper() in _SPELLINGS:
+        if text.partition(":")[0].strip().upper() in kind_table.spellings():
             raise UnknownDeviceError(f"{text!r} is a device, not a kind; write {text.partition(':')[0]!r}")
-        raise UnknownDeviceError(f"unknown kind of device {text!r}. Known kinds: {_KNOWN}.{_suggestion(text)}")
+        raise UnknownDeviceError(
+            f"unknown kind of device {text!r}. Known kinds: {kind_table.described()}.{_suggestion(text)}"
+        )
     return kind
 
 
@@ -151,9 +140,9 @@ def _read_component(component: str, text: str) -> dict[str, str | int | None]:
 def _read_kind(word: str, text: str) -> str | None:
     if word == _ANY:
         return None
-    kind = _SPELLINGS.get(word.upper())
+    kind = kind_table.spellings().get(word.upper())
     if kind is None:
-        _refuse(text, f"Known kinds: {_KNOWN}. Example: 'gpu:0'.{_suggestion(text)}")
+        _refuse(text, f"Known kinds: {kind_table.described()}. Example: 'gpu:0'.{_suggestion(text)}")
     return kind
 
 
@@ -168,7 +157,7 @@ def _read_index(word: str, text: str) -> int | None:
 def _suggestion(text: str) -> str:
     """The likeliest name for a text such as `gpx:0` or `gpu1`, if any is likely."""
     match = re.fullmatch(r"([A-Za-z]+)[^A-Za-z0-9]*([0-9]*)", text.strip().rpartition("/")[2].removeprefix("device:"))
-    close = difflib.get_close_matches(match[1].upper(), _SPELLINGS, n=1, cutoff=0.6) if match else []
+    close = difflib.get_close_matches(match[1].upper(), kind_table.spellings(), n=1, cutoff=0.6) if match else []
     if match is None or not close:
         return ""
     index = f":{match[2]}" if match[2] else ""

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 
 from stratagem.devices.device import MIB, DeviceDetails, LogicalDeviceConfiguration, PhysicalDevice, mib
-from stratagem.devices.device_spec import CPU
+from stratagem.devices.kind_table import CPU
 from stratagem.errors import DeviceConfigurationError, DeviceTypeError
 
 

@@ -14,23 +14,24 @@ import torch
 
 from stratagem import _env
 from stratagem._caller import calling_line, warn_caller
-from stratagem.devices import absence, lookup, masks, requested, simulated, usage
-from stratagem.devices.accelerators import Accelerator, CachingAccelerator, of_this_machine
+from stratagem.devices import absence, kind_table, lookup, masks, requested, simulated, usage
+from stratagem.devices.accelerators import Accelerator, why_no_limits
 from stratagem.devices.device import DeviceDetails, LogicalDevice, LogicalDeviceConfiguration, PhysicalDevice
-from stratagem.devices.device_spec import CPU, GPU, KINDS, parse_kind
+from stratagem.devices.device_spec import parse_kind
 from stratagem.devices.division import Share, divide, split_cores
 from stratagem.devices.host import Host
+from stratagem.devices.kind_table import CPU, GPU
 from stratagem.devices.lookup import DeviceLike
 from stratagem.devices.requested import DeviceRequest
 from stratagem.devices.simulated import Simulation
 from stratagem.devices.strict import backend
-from stratagem.devices.strict.streams import TORCH_TYPE
 from stratagem.errors import (
     DeviceConfigurationError,
     DeviceNotFoundError,
     DevicesInUseError,
     DeviceTypeError,
     DeviceWarning,
+    EnvironmentVariableError,
 )
 
 
@@ -52,13 +53,12 @@ class Inventory:
 
     Args:
         host: The machine.
-        accelerators: What torch knows of its accelerators; by default all of torch's kinds.
+        accelerators: Who answers for its accelerators; by default the rows of `kind_table`.
     """
 
     def __init__(self, host: Host | None = None, accelerators: Sequence[Accelerator] | None = None) -> None:
         self.host = host or Host()
-        known = of_this_machine() if accelerators is None else accelerators
-        self._accelerators = {each.kind: each for each in known}
+        self._accelerators = None if accelerators is None else {each.kind: each for each in accelerators}
         self._simulated: dict[str, Simulation] = {}
         self._visible: dict[str, tuple[PhysicalDevice, ...]] = {}
         self._parts: dict[PhysicalDevice, tuple[LogicalDeviceConfiguration, ...]] = {}
@@ -79,7 +79,7 @@ class Inventory:
     def accelerator(self, device: PhysicalDevice) -> Accelerator | None:
         """Who answers for an accelerator, real or strict; `None` for the CPU and what it simulates otherwise."""
         if not device.simulated:
-            return self._accelerators.get(device.device_type)
+            return self._real_accelerator(device.device_type)
         simulation = self._simulations()[device.device_type]
         return self._strict_accelerator(simulation) if simulation.strict else None
 
@@ -153,6 +153,9 @@ class Inventory:
     def configure(self, device: DeviceLike, parts: Sequence[LogicalDeviceConfiguration]) -> None:
         """Divides one physical device."""
         physical = self.find_physical(device)
+        accelerator = self.accelerator(physical)
+        if accelerator is not None and not accelerator.limits_memory and _limits(parts):
+            raise DeviceConfigurationError(why_no_limits(accelerator))
         divide(physical, self._details(physical), self._cores(physical), parts)
         call = f"set_logical_device_configuration({physical.name!r}, ...)"
         self._require_unused(call)
@@ -203,7 +206,12 @@ class Inventory:
         """Lets torch know the strict devices that are asked for, before a program names one."""
         for simulation in self._simulations().values():
             if simulation.strict:
-                self._strict_accelerator(simulation)
+                try:
+                    self._strict_accelerator(simulation)
+                except DeviceConfigurationError as error:
+                    if simulation.kind in self._simulated:
+                        raise
+                    raise EnvironmentVariableError(f"{_env.SIMULATE}={_env.simulate()!r}: {error}") from error
 
     # Finding one by name
 
@@ -217,7 +225,7 @@ class Inventory:
     def select(self, devices: Sequence[DeviceLike] | None = None) -> tuple[LogicalDevice, ...]:
         """The devices of a list of names, or all of the best kind: accelerators before the CPU."""
         if devices is None:
-            return tuple(next(filter(None, map(self.logical, (*KINDS[1:], CPU)))))
+            return tuple(next(filter(None, map(self.logical, kind_table.by_preference()))))
         if isinstance(devices, str) or not isinstance(devices, Sequence):
             raise DeviceTypeError(f"devices must be a list of device names such as ['cpu:0'], got {devices!r}")
         chosen = tuple(map(self.resolve, devices))
@@ -269,8 +277,10 @@ class Inventory:
 
     def _strict_accelerator(self, simulation: Simulation) -> Accelerator:
         details = simulation.details(self._host_memory_bytes, num_cores=1)
-        module = backend.install(len(self._mask(simulation)), details.total_memory_bytes)
-        return CachingAccelerator(simulation.kind, TORCH_TYPE, module)
+        return backend.install(simulation.kind, len(self._mask(simulation)), details.total_memory_bytes)
+
+    def _real_accelerator(self, kind: str) -> Accelerator | None:
+        return kind_table.accelerator_of(kind) if self._accelerators is None else self._accelerators.get(kind)
 
     # What the environment asks for
 
@@ -323,7 +333,7 @@ class Inventory:
             self._warn_once(self.mask_complaint())
         if simulation := self._simulations().get(kind):
             return [PhysicalDevice(kind, index, simulated=True) for index in range(len(self._mask(simulation)))]
-        accelerator = self._accelerators.get(kind)
+        accelerator = self._real_accelerator(kind)
         return [PhysicalDevice(kind, index) for index in range(accelerator.count() if accelerator else 0)]
 
     def _mask(self, simulation: Simulation) -> tuple[int, ...]:
@@ -399,7 +409,12 @@ def this_process() -> Inventory:
 
 
 def _kinds(kind: str | None) -> tuple[str, ...]:
-    return KINDS if kind is None else (parse_kind(kind),)
+    return kind_table.names() if kind is None else (parse_kind(kind),)
+
+
+def _limits(parts: Sequence[LogicalDeviceConfiguration]) -> bool:
+    """Whether a device so divided needs its memory limited."""
+    return len(parts) > 1 or any((each.memory_limit, each.memory_fraction) != (None, None) for each in parts)
 
 
 _THIS_PROCESS = Inventory()

@@ -10,7 +10,8 @@ import torch
 
 from stratagem import _env
 from stratagem.devices.device import LogicalDevice, PhysicalDevice
-from stratagem.devices.device_spec import CPU, GPU, DeviceSpec
+from stratagem.devices.device_spec import DeviceSpec
+from stratagem.devices.kind_table import CPU, GPU
 from stratagem.errors import DeviceConfigurationError, DeviceNotFoundError, DeviceTypeError
 
 DeviceLike: TypeAlias = str | DeviceSpec | torch.device | PhysicalDevice | LogicalDevice

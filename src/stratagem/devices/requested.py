@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 
 from stratagem._env import DEVICES
-from stratagem.devices.device_spec import CPU, parse_kind
+from stratagem.devices.device_spec import parse_kind
+from stratagem.devices.kind_table import CPU
 from stratagem.errors import DeviceConfigurationError, EnvironmentVariableError, StratagemError
 
 _ALL = "all"

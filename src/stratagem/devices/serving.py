@@ -18,9 +18,9 @@ from stratagem._caller import warn_caller
 from stratagem.devices import usage
 from stratagem.devices.accelerators import Accelerator
 from stratagem.devices.device import MIB, LogicalDevice, mib
-from stratagem.devices.device_spec import CPU
 from stratagem.devices.host import Host
 from stratagem.devices.inventory import Inventory, this_process
+from stratagem.devices.kind_table import CPU
 from stratagem.devices.lookup import DeviceLike
 from stratagem.devices.memory import OutOfMemoryError, limited, naming, release_freed
 from stratagem.errors import DeviceError, DevicesInUseError, DeviceWarning
@@ -187,11 +187,19 @@ def _on_accelerator(device: LogicalDevice, accelerator: Accelerator) -> Iterator
 def _within_limit(device: LogicalDevice, accelerator: Accelerator) -> Iterator[None]:
     index, limit_bytes = device.physical.index, device.memory_limit_bytes
     with contextlib.ExitStack() as put_back:
-        put_back.enter_context(naming(device, lambda: accelerator.memory_info(index)["current"]))
+        put_back.enter_context(naming(device, lambda: _held_bytes(accelerator, index)))
         if limit_bytes is not None:
             put_back.callback(accelerator.limit_memory, index, accelerator.memory_fraction(index))
             accelerator.limit_memory(index, limit_bytes / accelerator.details(index).total_memory_bytes)
         yield
+
+
+def _held_bytes(accelerator: Accelerator, index: int) -> int:
+    """What this process holds on an accelerator; nothing that is known where torch does not tell."""
+    try:
+        return accelerator.memory_info(index)["current"]
+    except DeviceError:
+        return 0
 
 
 @contextlib.contextmanager

@@ -9,8 +9,10 @@ import dataclasses
 from collections.abc import Iterable
 
 from stratagem._env import SIMULATE
+from stratagem.devices import kind_table
 from stratagem.devices.device import MIB, DeviceDetails, check_memory_limit, mib
-from stratagem.devices.device_spec import CPU, GPU, parse_kind
+from stratagem.devices.device_spec import parse_kind
+from stratagem.devices.kind_table import CPU
 from stratagem.errors import DeviceConfigurationError, DeviceTypeError, EnvironmentVariableError, StratagemError
 
 
@@ -44,8 +46,9 @@ class Simulation:
         check_memory_limit(self.memory_limit)
         if type(self.strict) is not bool:
             raise DeviceTypeError(f"strict is True or False, got {self.strict!r}")
-        if self.strict and self.kind != GPU:
-            raise DeviceConfigurationError(f"strict devices are GPUs, got {self.kind}; leave strict out")
+        if self.strict and self.kind not in kind_table.strict_kinds():
+            kinds = " or ".join(f"{each}s" for each in kind_table.strict_kinds())
+            raise DeviceConfigurationError(f"strict devices are {kinds}, got {self.kind}; leave strict out")
 
     def details(self, host_memory_bytes: int, num_cores: int) -> DeviceDetails:
         """What each of the devices is, on a machine with so much memory and so many cores."""
@@ -96,6 +99,12 @@ def read_variable(text: str | None, host_memory_bytes: int) -> dict[str, Simulat
         if simulation.kind in simulations:
             raise EnvironmentVariableError(f"{SIMULATE}={text!r} gives {simulation.kind} twice; give it once")
         simulations[simulation.kind] = simulation
+    strict_kinds = [each.kind for each in simulations.values() if each.strict]
+    if len(strict_kinds) > 1:
+        raise EnvironmentVariableError(
+            f"{SIMULATE}={text!r}: all strict devices of a process are of one kind, got {', '.join(strict_kinds)}; "
+            f"leave strict out for the others"
+        )
     try:
         check_fit(simulations.values(), host_memory_bytes)
     except DeviceConfigurationError as error:

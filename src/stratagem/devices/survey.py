@@ -12,8 +12,8 @@ import torch
 from stratagem import _env
 from stratagem.devices import absence
 from stratagem.devices.device import DeviceDetails, LogicalDevice, PhysicalDevice
-from stratagem.devices.device_spec import CPU, GPU
 from stratagem.devices.inventory import Inventory, this_process
+from stratagem.devices.kind_table import CPU, GPU
 from stratagem.errors import DeviceWarning
 
 

@@ -7,7 +7,6 @@ management library tells, where `nvidia-ml-py` is installed.
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import os
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 from stratagem import _env
 from stratagem.devices import masks
 from stratagem.devices.host import Host
+from stratagem.devices.vendors import cuda
 
 _NAME = "stratagem-devices"
 _LINK = f"/memfd:{_NAME} (deleted)"
@@ -159,17 +159,9 @@ def _usage(device: str, row: dict[str, int | None], said: dict[str, Any], held: 
 
 
 def _of_nvidia() -> list[Usage]:
-    try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception:  # it is not installed, or there is no driver
-        return []
-    try:
-        indices = masks.apply(_env.cuda_visible_devices(), nvml.nvmlDeviceGetCount()).indices
-        return [
-            Usage(f"/physical_device:GPU:{number}", each.pid, each.pid, Host().command_of(each.pid), each.usedGpuMemory)
-            for number, index in enumerate(indices)
-            for each in nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByIndex(index))
-        ]
-    finally:
-        nvml.nvmlShutdown()
+    return [
+        Usage(f"/physical_device:GPU:{gpu}", pid, pid, Host().command_of(pid), memory_bytes)
+        for gpu, pid, memory_bytes in cuda.processes(
+            lambda count: masks.apply(_env.cuda_visible_devices(), count).indices
+        )
+    ]

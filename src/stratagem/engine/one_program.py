@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from stratagem import _torch, _tree
 from stratagem._caller import warn_caller
-from stratagem.devices import xla
+from stratagem.devices.vendors import torch_xla as xla
 from stratagem.errors import StratagemWarning
 from stratagem.objects import per_replica
 from stratagem.objects.per_replica import PerReplica, Remote

@@ -15,12 +15,11 @@ import numpy as np
 import torch
 
 from stratagem import _torch, _tree
-from stratagem.devices.strict.streams import TORCH_TYPE
+from stratagem.devices import kind_table
 from stratagem.errors import StrategyError
 from stratagem.processes.packing import Raw
 
 _INLINE_BYTES = 64 * 1024
-_WITH_PINNED_MEMORY = ("cuda", "xpu", TORCH_TYPE)  # devices that copy from the memory of the host by themselves
 
 InTurn = Callable[[], contextlib.AbstractContextManager[Any]]
 """Makes a block that one thread at a time is in."""
@@ -63,7 +62,7 @@ def brought(value: Any, device: torch.device, *, computes_on: torch.device) -> A
 def _brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor on a device; on its way there the host does not wait for it, if it can be pinned."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.requires_grad
-    if is_plain and tensor.device.type == "cpu" and device.type in _WITH_PINNED_MEMORY:
+    if is_plain and tensor.device.type == "cpu" and kind_table.copies_from_pinned_memory(device.type):
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 

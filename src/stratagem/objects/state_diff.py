@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stratagem import _torch
-from stratagem.devices.strict import backend
-from stratagem.devices.strict.streams import TORCH_TYPE
+from stratagem.devices import kind_table
 from stratagem.errors import StrategyError
 from stratagem.placement import log, resolution
 
@@ -150,12 +149,6 @@ def _own(value: Any) -> Any:
 
 # What surrounds a run
 
-_AUTOCAST_KINDS = ("cpu", "cuda", "xpu", "mps")
-
-
-def _autocast_kinds() -> tuple[str, ...]:
-    return (*_AUTOCAST_KINDS, TORCH_TYPE) if backend.is_registered() else _AUTOCAST_KINDS
-
 
 class Surroundings(NamedTuple):
     """What torch and the process are set to, apart from any object."""
@@ -181,7 +174,11 @@ def surroundings() -> Surroundings:
     return Surroundings(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        tuple((kind, torch.get_autocast_dtype(kind)) for kind in _autocast_kinds() if torch.is_autocast_enabled(kind)),
+        tuple(
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in kind_table.autocast_types()
+            if torch.is_autocast_enabled(kind)
+        ),
         torch.is_autocast_cache_enabled(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),

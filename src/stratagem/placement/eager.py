@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from stratagem import _torch
-from stratagem.devices.device_spec import CPU
+from stratagem.devices.kind_table import CPU
 from stratagem.errors import DeviceNotFoundError, PlacementError
 from stratagem.placement import log, resolution, scopes
 from stratagem.placement.arguments import Copies, goal_of, leaves_of, replaced, tensors_in

@@ -14,8 +14,8 @@ from typing import Any, Protocol, final
 import torch
 
 from stratagem._caller import users_line
-from stratagem.devices.device_spec import CPU
 from stratagem.devices.inventory import Inventory, this_process
+from stratagem.devices.kind_table import CPU
 from stratagem.errors import DeviceTypeError
 from stratagem.placement import pictures
 from stratagem.placement.arguments import tensors_in

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, final
 import torch
 
 from stratagem import _torch
+from stratagem.devices import kind_table
 from stratagem.devices.device import LogicalDevice, mib
-from stratagem.devices.device_spec import GPU, DeviceSpec
+from stratagem.devices.device_spec import DeviceSpec
 from stratagem.devices.inventory import Inventory, this_process
 from stratagem.devices.memory import OutOfMemoryError
 from stratagem.errors import DeviceTypeError
@@ -44,8 +45,7 @@ class ResidencePlace:
         self.device = device
         self.torch_device = device.torch_device
         self._places = places
-        lacking = device.simulated and device.device_type == GPU
-        self.lacks = resolution.LACKED_BY_GPUS if lacking else frozenset[str]()
+        self.lacks = kind_table.row_of(device.device_type).lacks if device.simulated else frozenset[str]()
         self.used_bytes = 0
         self.peak_bytes = 0
         self._limit_bytes = math.inf if device.memory_limit_bytes is None else device.memory_limit_bytes

@@ -8,15 +8,13 @@ from typing import Protocol
 
 from stratagem._caller import warn_caller
 from stratagem.devices.device import LogicalDevice
-from stratagem.devices.device_spec import CPU, DeviceSpec
+from stratagem.devices.device_spec import DeviceSpec
 from stratagem.devices.inventory import this_process
+from stratagem.devices.kind_table import CPU
 from stratagem.errors import DeviceNotFoundError, DeviceTypeError, PlacementWarning
 
 LOCAL_TASK = "/job:localhost/replica:0/task:0"
 _SETTING = "sg.config.set_soft_device_placement(True)"
-
-# What CUDA has no kernel for; simulated GPUs lack it too, so that a program meets it before it meets a GPU.
-LACKED_BY_GPUS = frozenset(("histogram", "histogramdd", "to_mkldnn"))
 
 
 class Devices(Protocol):

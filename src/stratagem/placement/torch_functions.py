@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from stratagem.devices import kind_table
+
 
 class FunctionKind(enum.Enum):
     """What a function does, as far as devices are concerned."""
@@ -79,8 +81,6 @@ _KNOWN: dict[Any, FunctionKind] = {
     torch.autograd.grad: FunctionKind.GRADIENTS,
     inspect.unwrap(torch.Tensor.to): FunctionKind.CAST,  # strict devices put a function of theirs around it
     torch.Tensor.cpu: FunctionKind.TO_HOST,
-    torch.Tensor.cuda: FunctionKind.TO_ACCELERATOR,
-    torch.Tensor.xpu: FunctionKind.TO_ACCELERATOR,
     torch.Tensor.copy_: FunctionKind.OVERWRITE,
     torch.nn.functional.unfold: FunctionKind.COMPUTE,  # another one than Tensor.unfold
 }
@@ -122,6 +122,8 @@ def _sort(function: Callable[..., Any]) -> FunctionKind:
         return FunctionKind.LOOK
     if name.startswith(("_foreach_", "_fused_")):
         return FunctionKind.EACH
+    if name in kind_table.tensor_methods() and getattr(torch.Tensor, name, None) == function:
+        return FunctionKind.TO_ACCELERATOR
     if name in _VIEWS:
         return FunctionKind.VIEW
     if name in _HOST_MAKERS:

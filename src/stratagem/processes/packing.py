@@ -28,7 +28,8 @@ import torch
 
 from stratagem import _torch
 from stratagem.devices.strict.backend import strict_device
-from stratagem.devices.strict.streams import TORCH_TYPE
+from stratagem.devices.strict.slot import HELD
+from stratagem.devices.vendors import out_of_tree
 from stratagem.errors import StratagemError, StrategyError
 from stratagem.processes.region import Region
 
@@ -342,8 +343,11 @@ def _fill_cell(cell: types.CellType, content: tuple[Any]) -> None:
 
 
 def _reduce_device(device: torch.device) -> Any:
-    """The other side may not know strict devices yet."""
-    return (strict_device, (device.index,)) if device.type == TORCH_TYPE else NotImplemented
+    """The other side may not know strict devices, or those of a vendor's package, yet."""
+    if HELD.has(device.type):
+        return strict_device, (HELD.kind, device.index)
+    module = None if device.type == "cpu" else out_of_tree.module_of(device.type)
+    return NotImplemented if module is None else (out_of_tree.device, (device.type, device.index, module))
 
 
 # A lock guards what is in one process.

@@ -120,7 +120,12 @@ class OneDeviceStrategy(Alone):
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Self]:
         """What is made inside is made on the device."""
-        with self._in_scope(), torch.device(self._device.torch_device), at_home(self._device, self._tenant):
+        with (
+            this_process().in_use("OneDeviceStrategy()"),
+            self._in_scope(),
+            torch.device(self._device.torch_device),
+            at_home(self._device, self._tenant),
+        ):
             yield self
 
 

@@ -10,9 +10,9 @@ from stratagem._checks import require_seconds
 from stratagem.cluster.resolvers.detection import found
 from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.devices.device import LogicalDevice
-from stratagem.devices.device_spec import CPU
 from stratagem.devices.division import split_cores
 from stratagem.devices.inventory import this_process
+from stratagem.devices.kind_table import CPU
 from stratagem.devices.lookup import DeviceLike
 from stratagem.engine import context
 from stratagem.engine.joining_machines import require_resolver

@@ -8,9 +8,9 @@ import torch
 
 from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.collectives.one_replica import OneReplica
-from stratagem.devices import xla
+from stratagem.devices.vendors import torch_xla as xla
 from stratagem.devices.device import LogicalDevice
-from stratagem.devices.device_spec import TPU
+from stratagem.devices.kind_table import TPU
 from stratagem.devices.inventory import this_process
 from stratagem.engine import context, one_program
 from stratagem.engine.context import ReplicaContext

@@ -4,11 +4,18 @@ import os
 
 import pytest
 
-from tests.devices.strict import accelerator_cases, in_a_program, strategy_cases, torch_cases, wait_cases
+from tests.devices.strict import (
+    accelerator_cases,
+    in_a_program,
+    strategy_cases,
+    torch_cases,
+    tpu_cases,
+    wait_cases,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-MODULES = (torch_cases, strategy_cases, accelerator_cases, wait_cases)
+MODULES = (torch_cases, strategy_cases, accelerator_cases, wait_cases, tpu_cases)
 CASES = [(module.__name__, case) for module in MODULES for case in in_a_program.cases_of(module)]
 
 

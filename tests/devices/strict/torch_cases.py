@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import operator
 import pickle
 import threading
 from collections.abc import Callable
@@ -721,6 +722,36 @@ def case_numbers_of_the_program_have_the_type_that_they_have_on_the_cpu() -> Non
             for number in (3, 2.5):
                 for ours, theirs in ((tensor % number, host % number), (number % tensor, number % host)):
                     torch.testing.assert_close(ours.cpu(), theirs, rtol=0, atol=0)
+
+
+def case_bits_of_whole_numbers_mix_with_numbers_of_the_program() -> None:
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool):
+        for host in (torch.tensor(5).to(dtype), torch.tensor([5, 6, 7]).to(dtype)):
+            tensor = host.to(GPU)
+            for number in (3, True, 0xFFFF_FFFF, 2**40):
+                for operate in (operator.and_, operator.or_, operator.xor):
+                    expected = operate(host, number)
+                    for found in (operate(tensor, number), operate(number, tensor)):
+                        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0)
+
+
+def case_sparse_and_nested_tensors_are_refused_by_name() -> None:
+    indices, values = torch.tensor([[0, 1]], device=GPU), torch.ones(2, device=GPU)
+    table = nn.Embedding(5, 2, sparse=True, device=GPU)
+    bag = nn.EmbeddingBag(5, 2, sparse=True, device=GPU)
+    for call in (
+        lambda: table(torch.tensor([1, 3], device=GPU)).sum().backward(),
+        lambda: bag(torch.tensor([[1, 3]], device=GPU)).sum().backward(),
+        lambda: torch.sparse_coo_tensor(indices, values, (3,), check_invariants=False),
+        lambda: torch.zeros(2, 2, layout=torch.sparse_coo, device=GPU),
+        lambda: torch.eye(2).to_sparse().to(GPU),
+        lambda: torch.eye(2).to_sparse() @ torch.ones(2, 2, device=GPU),
+    ):
+        with pytest.raises(NotImplementedError, match=r"^aten\.\S+ cannot run on strict devices: .*sparse") as caught:
+            call()
+        assert "tensor.cpu()" in str(caught.value)
+        assert "fburl" not in str(caught.value)
+    assert table.weight.grad is None
 
 
 def case_kernel_that_cannot_run_is_named() -> None:

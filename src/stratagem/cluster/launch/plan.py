@@ -15,9 +15,9 @@ from stratagem.cluster.address import Address
 from stratagem.cluster.launch.user_program import UserProgram
 from stratagem.cluster.spec import CHIEF, EVALUATOR, PS, WORKER
 from stratagem.devices import requested
-from stratagem.devices.device_spec import CPU, GPU
 from stratagem.devices.division import split_cores
 from stratagem.devices.inventory import Inventory
+from stratagem.devices.kind_table import CPU, GPU
 from stratagem.devices.requested import DeviceRequest
 from stratagem.errors import ClusterSpecError, LaunchError, StratagemError
 

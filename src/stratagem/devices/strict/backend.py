@@ -1,64 +1,82 @@
 """Makes strict devices devices of torch: `torch.device("gpu:1")`, `torch.gpu`, `torch.accelerator`.
 
 Owns what is put into torch, once and for the life of a process: torch has one private slot for a backend, and no way
-to give it back. How many devices there are may change as long as none is in use.
+to give it back. So all strict devices of a process are of one kind. How many there are may change as long as none is
+in use.
 `docs/decisions/0027-strict-devices.md` says what torch's hook carries and what it does not.
 """
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, Final
 
 import torch
 
 from stratagem import _torch
-from stratagem.devices.strict import device_memory, gpu_module, kernels, mixed_precision, streams
-from stratagem.devices.strict.streams import TORCH_TYPE
+from stratagem.devices import kind_table
+from stratagem.devices.accelerators import TorchAccelerator
+from stratagem.devices.strict import device_memory, device_module, kernels, mixed_precision, streams
+from stratagem.devices.strict.slot import HELD
 from stratagem.errors import DeviceConfigurationError
 
 _KEY: Final = "PrivateUse1"
 _libraries: list[torch.library.Library] = []  # what they registered lasts as long as they do
+_waiting: list[Callable[[], None]] = []
 
 
-def install(num_devices: int, total_bytes: int) -> ModuleType:
-    """Lets this process have so many strict GPUs with so much memory each; returns `torch.gpu`.
+def install(kind: str, num_devices: int, total_bytes: int) -> TorchAccelerator:
+    """Lets this process have so many strict devices of a kind with so much memory each.
 
     Raises:
-        DeviceConfigurationError: Another backend has torch's private slot.
+        DeviceConfigurationError: Another backend has torch's private slot, or strict devices of another kind have it.
     """
-    _require_registered()
+    _require_registered(kind)
     device_memory.set_rooms(num_devices, total_bytes)
-    return gpu_module.module()
+    return TorchAccelerator(kind, HELD.torch_type, device_module.module())
 
 
-def strict_device(index: int) -> torch.device:
+def strict_device(kind: str, index: int) -> torch.device:
     """Names a strict device, also in a process that has not been told yet how many there are."""
-    _require_registered()
-    return torch.device(TORCH_TYPE, index)
+    _require_registered(kind)
+    return torch.device(HELD.torch_type, index)
 
 
-def is_registered() -> bool:
-    """Whether torch knows such devices in this process."""
-    return bool(_libraries)
+def when_registered(act: Callable[[], None]) -> None:
+    """Does something once torch knows strict devices in this process; at once if it does."""
+    if HELD.kind:
+        act()
+    else:
+        _waiting.append(act)
 
 
-def _require_registered() -> None:
-    if not _libraries:
-        holder = _torch.private_slot_holder()
-        if holder is not None:
-            raise DeviceConfigurationError(
-                f"strict devices need torch's private slot for backends, which {holder!r} holds in this process; use "
-                f"the devices of {holder!r}, or simulate_devices without strict"
-            )
-        _register()
+def _require_registered(kind: str) -> None:
+    if HELD.kind == kind:
+        return
+    if HELD.kind:
+        raise DeviceConfigurationError(
+            f"all strict devices of a process are of one kind, as torch has one private slot for backends: this "
+            f"process has strict {HELD.kind}s and cannot have strict {kind}s; simulate one of them without strict"
+        )
+    holder = _torch.private_slot_holder()
+    if holder is not None:
+        raise DeviceConfigurationError(
+            f"strict devices need torch's private slot for backends, which {holder!r} holds in this process; use "
+            f"the devices of {holder!r}, or simulate_devices without strict"
+        )
+    HELD.kind, HELD.torch_type = kind, str(kind_table.row_of(kind).strict_type)
+    register()
+    while _waiting:
+        _waiting.pop()()
 
 
-def _register() -> None:
+def register() -> None:
+    """Puts the devices that `HELD` names into torch's private slot."""
     library: Any = torch.library.Library  # which has no annotations
-    _torch.take_private_slot(TORCH_TYPE, gpu_module.module())
+    _torch.take_private_slot(HELD.torch_type, device_module.module())
     anything = library("_", "IMPL")
     anything.fallback(kernels.run, _KEY)
+    for key, what in kernels.REFUSED.items():
+        anything.fallback(functools.partial(kernels.refuse, what), key)
     aten = library("aten", "IMPL")
     for name, kernel in _own_kernels().items():
         aten.impl(name, kernel, _KEY)
@@ -69,7 +87,7 @@ def _register() -> None:
     anything.fallback(torch.library.fallthrough_kernel, mixed_precision.AUTOCAST_KEY)
     _libraries.extend((anything, aten))
     _torch.replace_accelerator_functions(_accelerator_functions())
-    _torch.run_backward_of_private_slot(torch.device(TORCH_TYPE, 0), streams.carried)
+    _torch.run_backward_of_private_slot(torch.device(HELD.torch_type, 0), streams.carried)
     _replace_in_torch()
 
 
@@ -97,11 +115,11 @@ def _accelerator_functions() -> dict[str, Callable[..., Any]]:
         "getStream": streams.current_stream,
         "setStream": streams.set_stream,
         "isAllocatorInitialized": lambda: True,
-        "emptyCache": gpu_module.empty_cache,
+        "emptyCache": device_module.empty_cache,
         "getDeviceStats": _nested_stats,
         "resetAccumulatedStats": lambda _: None,
-        "resetPeakStats": gpu_module.reset_peak_memory_stats,
-        "getMemoryInfo": gpu_module.mem_get_info,
+        "resetPeakStats": device_module.reset_peak_memory_stats,
+        "getMemoryInfo": device_module.mem_get_info,
     }
 
 
@@ -129,7 +147,7 @@ def _replace_in_torch() -> None:
     ):
         setattr(owner, name, _on_current_device(getattr(owner, name)))
     _torch.number_device_contexts(_numbered)
-    _torch.let_data_move(TORCH_TYPE)
+    _torch.let_data_move(HELD.torch_type)
     anything.Stream, anything.Event = streams.StrictStream, streams.StrictEvent
     anything.Generator = streams.StrictGenerator
     original = torch.UntypedStorage.__new__
@@ -150,15 +168,15 @@ def _on_current_device(original: Any) -> Any:
 
 def _numbered(device: Any) -> Any:
     if isinstance(device, torch.device):
-        without = device.type == TORCH_TYPE and device.index is None
+        without = device.type == HELD.torch_type and device.index is None
     else:
-        without = isinstance(device, str) and device == TORCH_TYPE
-    return torch.device(TORCH_TYPE, streams.current_device()) if without else device
+        without = isinstance(device, str) and device == HELD.torch_type
+    return torch.device(HELD.torch_type, streams.current_device()) if without else device
 
 
 def _new_storage(original: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
     device = kwargs.get("device")
-    if device is None or torch.device(device).type != TORCH_TYPE:
+    if device is None or torch.device(device).type != HELD.torch_type:
         return original(kind, *args, **kwargs)
     with _torch.without_function_modes():
         return torch.empty(args[0] if args else 0, dtype=torch.uint8, device=device).untyped_storage()

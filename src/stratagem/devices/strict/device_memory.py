@@ -19,6 +19,7 @@ from stratagem import _torch
 from stratagem.devices.device import mib
 from stratagem.devices.memory import OutOfMemoryError, served_share
 from stratagem.devices.strict import counts
+from stratagem.devices.strict.slot import HELD
 
 
 class _DLPackHead(ctypes.Structure):
@@ -84,7 +85,8 @@ def room(index: int) -> _Room:
                 _rooms[device].current_bytes -= num_bytes
         if not 0 <= index < len(_rooms):
             raise RuntimeError(
-                f"invalid device ordinal: gpu:{index} does not exist, there are {len(_rooms)} strict GPUs"
+                f"invalid device ordinal: {HELD.torch_type}:{index} does not exist, there are {len(_rooms)} strict "
+                f"{HELD.kind}s"
             )
         return _rooms[index]
 
@@ -94,7 +96,7 @@ def require(num_bytes: int, index: int) -> None:
     own = room(index)
     if own.current_bytes + num_bytes > own.limit_bytes:
         share = served_share(index)
-        name = f"/device:GPU:{index}" if share is None else share.name
+        name = f"/device:{HELD.kind}:{index}" if share is None else share.name
         raise OutOfMemoryError(
             f"out of memory on {name}: {mib(num_bytes)} ({num_bytes} bytes) were asked for, "
             f"{mib(own.current_bytes)} of its limit of {mib(own.limit_bytes)} are in use. Make the batch or the model "

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from stratagem import _torch
 from stratagem.devices.strict import counts, device_memory, streams
-from stratagem.devices.strict.streams import TORCH_TYPE
+from stratagem.devices.strict.slot import HELD
 
 _HOST_ARGUMENTS: Final = {
     "_pack_padded_sequence": "lengths",
@@ -92,6 +92,30 @@ def _on_cpu(operation: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         ) from error
 
 
+REFUSED: Final = {
+    "SparsePrivateUse1": "sparse",
+    "SparseCsrPrivateUse1": "sparse",
+    "QuantizedPrivateUse1": "quantized",
+    "NestedTensorPrivateUse1": "nested",
+}
+"""What strict devices do not hold, by torch's key for it."""
+
+
+def refuse(what: str, operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """What torch calls for every operation on tensors of such a sort."""
+    why = _WITHOUT.get(what, "")
+    raise NotImplementedError(
+        f"{operation} cannot run on strict devices: they hold dense tensors only, and this makes or takes a {what} "
+        f"one. {why}Compute this part on the CPU, with tensor.cpu()"
+    )
+
+
+_WITHOUT: Final = {
+    "sparse": "Layers take dense gradients with sparse=False, which real GPUs need not. ",
+    "nested": "Nested tensors of layout torch.jagged are made of dense ones. ",
+}
+
+
 @functools.cache
 def _plan_of(operation: Any) -> _Plan:
     schema = _torch.schema_of(operation)
@@ -122,7 +146,8 @@ def _plan_of(operation: Any) -> _Plan:
 def _as_tensor(number: complex, given: dict[str, Any]) -> torch.Tensor:
     """A number of the program, which torch hands over as such, in the type that it has beside the tensors of a call."""
     beside = next((each for value in given.values() for each in _tensors_in(value)), None)
-    return torch.tensor(number, dtype=None if beside is None else torch.result_type(beside, number))
+    made = torch.tensor(number)
+    return made if beside is None else made.to(torch.result_type(beside, number))  # as the CPU does, without a check
 
 
 def _name_of(operation: Any) -> str:
@@ -144,7 +169,7 @@ def _device_of(operation: Any, plan: _Plan, given: dict[str, Any]) -> int:
     for key, value in given.items():
         for tensor in _tensors_in(value):
             device = tensor.device
-            if device.type != TORCH_TYPE and (not tensor.dim() or key == from_host) and key not in plan.written:
+            if device.type != HELD.torch_type and (not tensor.dim() or key == from_host) and key not in plan.written:
                 continue
             if found is not None and device != found:
                 raise RuntimeError(
@@ -152,15 +177,17 @@ def _device_of(operation: Any, plan: _Plan, given: dict[str, Any]) -> int:
                     f"{device}! (when checking argument for argument {key} in {operation})"
                 )
             found = device
-    if found is None or found.type != TORCH_TYPE:  # made from nothing, or all of it is from the host by its own rule
+    if (
+        found is None or found.type != HELD.torch_type
+    ):  # made from nothing, or all of it is from the host by its own rule
         wanted = given.get("device")
-        return streams.index_of(wanted if wanted is not None and wanted.type == TORCH_TYPE else None)
+        return streams.index_of(wanted if wanted is not None and wanted.type == HELD.torch_type else None)
     return found.index
 
 
 def _inside(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return device_memory.to_host(value) if value.device.type == TORCH_TYPE else value
+        return device_memory.to_host(value) if value.device.type == HELD.torch_type else value
     if isinstance(value, list | tuple):
         return [_inside(each) for each in value]
     return value
@@ -222,7 +249,7 @@ def _drawing(operation: Any, plan: _Plan, inside: dict[str, Any], index: int) ->
         given = inside.get("generator")
         if given is not None and (found := streams.device_of(given)).index != index:
             raise RuntimeError(
-                f"Expected a '{TORCH_TYPE}:{index}' device for generator but found '{found}' in {operation}"
+                f"Expected a '{HELD.torch_type}:{index}' device for generator but found '{found}' in {operation}"
             )
         inside["generator"] = own if given is None else given
         yield
@@ -294,7 +321,7 @@ def _product(size: Any) -> int:
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Copies within a device, between two, to and from the host; the host waits where a real one would."""
     with _torch.without_function_modes():
-        inner, outer = source.device.type == TORCH_TYPE, target.device.type == TORCH_TYPE
+        inner, outer = source.device.type == HELD.torch_type, target.device.type == HELD.torch_type
         index = target.device.index if outer else source.device.index
         counts.note_kernel("copy_", index, streams.current_stream_number(index))
         if inner != outer and not (non_blocking and device_memory.is_pinned(target if inner else source)):

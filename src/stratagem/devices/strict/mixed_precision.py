@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from stratagem import _torch
-from stratagem.devices.strict.streams import TORCH_TYPE
+from stratagem.devices.strict.slot import HELD
 
 AUTOCAST_KEY: Final = "AutocastPrivateUse1"
 
@@ -146,7 +146,7 @@ def _casting(operation: Any, cast: Callable[[list[torch.Tensor]], torch.dtype]) 
 
 
 def _lower(_: list[torch.Tensor]) -> torch.dtype:
-    return torch.get_autocast_dtype(TORCH_TYPE)
+    return torch.get_autocast_dtype(HELD.torch_type)
 
 
 def _full(_: list[torch.Tensor]) -> torch.dtype:
@@ -160,7 +160,7 @@ def _widest(tensors: list[torch.Tensor]) -> torch.dtype:
 
 def _castable(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        if value.is_floating_point() and value.dtype != torch.float64 and value.device.type == TORCH_TYPE:
+        if value.is_floating_point() and value.dtype != torch.float64 and value.device.type == HELD.torch_type:
             yield value
     elif isinstance(value, list | tuple):
         for each in value:

@@ -17,9 +17,7 @@ import torch
 from stratagem import _torch
 from stratagem.devices.strict import counts
 from stratagem.devices.strict.device_memory import num_rooms, room
-
-TORCH_TYPE: Final = "gpu"
-"""The type of strict devices among torch's."""
+from stratagem.devices.strict.slot import HELD
 
 _DEVICE_TYPE_NUMBER: Final = 20  # of the private slot, among torch's types of device
 
@@ -66,8 +64,8 @@ def index_of(device: Any) -> int:
     if isinstance(device, int):
         return device
     given = torch.device(device)
-    if given.type != TORCH_TYPE:
-        raise ValueError(f"expected a device of type {TORCH_TYPE!r}, got {str(given)!r}")
+    if given.type != HELD.torch_type:
+        raise ValueError(f"expected a device of type {HELD.torch_type!r}, got {str(given)!r}")
     return _current.device if given.index is None else given.index
 
 
@@ -104,7 +102,7 @@ class StrictStream(_TorchStream, metaclass=_AlsoTorchs):  # type: ignore[misc]
 
     def __new__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("device_type") is not None or (device is not None and isinstance(device, int))
-        if given or (device is not None and torch.device(device).type != TORCH_TYPE):
+        if given or (device is not None and torch.device(device).type != HELD.torch_type):
             return _TorchStream(*(() if device is None else (device,)), *args, **kwargs)
         return _stream(index_of(device), next(_numbers))
 
@@ -181,9 +179,9 @@ class StrictEvent(_TorchEvent, metaclass=_AlsoTorchs):  # type: ignore[misc]
     recorded_s: float | None
 
     def __new__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if device is not None and torch.device(device).type != TORCH_TYPE:
+        if device is not None and torch.device(device).type != HELD.torch_type:
             return _TorchEvent(device, *args, **kwargs)
-        made = _TorchEvent.__new__(cls, device=TORCH_TYPE, **kwargs)
+        made = _TorchEvent.__new__(cls, device=HELD.torch_type, **kwargs)
         made.number, made.recorded_s, made.index = next(_numbers), None, index_of(device)
         return made
 
@@ -219,10 +217,10 @@ class StrictGenerator(_TorchGenerator, metaclass=_AlsoTorchsGenerator):  # type:
 
     def __new__(cls, device: Any = "cpu") -> Any:
         given = torch.device(device)
-        if given.type != TORCH_TYPE:
+        if given.type != HELD.torch_type:
             return _TorchGenerator(given)
         made = _TorchGenerator.__new__(cls)
-        made.strict_device = torch.device(TORCH_TYPE, index_of(given))
+        made.strict_device = torch.device(HELD.torch_type, index_of(given))
         number = _torch.identity_of(made)
         _device_by_generator[number] = made.strict_device
         weakref.finalize(made, _device_by_generator.pop, number, None)
@@ -252,7 +250,7 @@ def device_of(generator: Any) -> torch.device:
 def generator_of(index: int) -> StrictGenerator:
     """The generator that a device draws from when a program gives none."""
     if index not in _generators:
-        made: StrictGenerator = StrictGenerator(torch.device(TORCH_TYPE, index))
+        made: StrictGenerator = StrictGenerator(torch.device(HELD.torch_type, index))
         made.manual_seed(torch.initial_seed())
         _generators[index] = made
     return _generators[index]

@@ -27,8 +27,8 @@ from stratagem.collectives.reconnecting import Meet
 from stratagem.collectives.shared_memory import SharedMemory
 from stratagem.collectives.signals import PeerAborted, Signals
 from stratagem.devices.device import LogicalDevice
-from stratagem.devices.device_spec import CPU
 from stratagem.devices.inventory import this_process
+from stratagem.devices.kind_table import CPU
 from stratagem.engine import child_calls
 from stratagem.engine.recipe import Recipe
 from stratagem.engine.strategy_in_replica import StrategyInReplica

@@ -23,8 +23,8 @@ from stratagem.cluster.ray.ray_placement import RayPlacement, Room
 from stratagem.cluster.spec import WORKER
 from stratagem.collectives.reconnecting import Meet
 from stratagem.devices.device import LogicalDevice, PhysicalDevice
-from stratagem.devices.device_spec import CPU, GPU
 from stratagem.devices.inventory import this_process
+from stratagem.devices.kind_table import CPU, GPU
 from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.ray import ray_replica
 from stratagem.engine.ray.ray_children import RayChildren

@@ -17,7 +17,9 @@ from stratagem.cluster import token as tokens
 from stratagem.cluster.address import SCHEME, Address
 from stratagem.cluster.io_thread import IoThread
 from stratagem.cluster.spec import ClusterSpec, Task
-from stratagem.devices.device_spec import CPU, KINDS, DeviceSpec
+from stratagem.devices import kind_table
+from stratagem.devices.device_spec import DeviceSpec
+from stratagem.devices.kind_table import CPU
 from stratagem.errors import ClusterSpecError, DeviceNotFoundError, TaskLostError
 from stratagem.graphs.nodes import Node, NodeKind, NodeOutput
 from stratagem.graphs.sessions import sent_parts, sent_tensors
@@ -107,7 +109,7 @@ class ClusterFleet:
 
     def default(self, spec: DeviceSpec, operation: str) -> NodePlace:
         devices = self._devices_of(self._task(spec, operation))
-        order = (*KINDS[1:], CPU)
+        order = kind_table.by_preference()
         return min(devices, key=lambda each: (order.index(each.device_type), each.device_index))
 
     def mapping(self) -> str:

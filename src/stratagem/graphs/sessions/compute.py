@@ -11,6 +11,7 @@ from typing import Any, Protocol, final
 import torch
 
 from stratagem import _tree
+from stratagem.devices import kind_table
 from stratagem.devices.device import LogicalDevice, mib
 from stratagem.devices.memory import OutOfMemoryError
 from stratagem.errors import SessionError, StratagemError
@@ -59,6 +60,7 @@ class Device:
         self.logical = logical
         self._name = name
         self._torch_device = logical.torch_device
+        self._has_streams = kind_table.has_streams(self._torch_device.type)
         self._limit_bytes = limit_bytes
         self._programs: dict[GraphPart, PreparedProgram] = {}
         self._constants: dict[Node, torch.Tensor] = {}
@@ -119,16 +121,15 @@ class Device:
     @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
         """Lets the calling thread compute beside others on an accelerator."""
-        if self._torch_device.type in ("cuda", "xpu"):
-            with torch.Stream(self._torch_device):
-                yield
-        else:
+        with torch.Stream(self._torch_device) if self._has_streams else contextlib.nullcontext():
             yield
 
     def synchronize(self) -> None:
         """Others see a value once it is there."""
-        if self._torch_device.type != "cpu":
+        if self._has_streams:
             torch.accelerator.current_stream(self._torch_device).synchronize()
+        elif self._torch_device.type != "cpu":
+            torch.accelerator.synchronize(self._torch_device)
 
     def _results(self, step: PreparedStep, values: list[torch.Tensor | None], course: Course) -> list[torch.Tensor]:
         node = step.node

@@ -11,10 +11,11 @@ from typing import final
 
 import torch
 
-from stratagem.devices import lookup
+from stratagem.devices import kind_table, lookup
 from stratagem.devices.device import LogicalDevice
-from stratagem.devices.device_spec import CPU, GPU, KINDS, DeviceSpec, parse_kind
+from stratagem.devices.device_spec import DeviceSpec, parse_kind
 from stratagem.devices.inventory import Inventory, this_process
+from stratagem.devices.kind_table import CPU, GPU
 from stratagem.errors import DeviceConfigurationError, DeviceNotFoundError
 from stratagem.graphs.nodes import Node
 from stratagem.graphs.sessions.compute import Device
@@ -74,7 +75,7 @@ class LocalFleet:
 
     def default(self, spec: DeviceSpec, operation: str) -> NodePlace:
         self._require_here(spec, operation)
-        best = next(found[0] for kind in (*KINDS[1:], CPU) if (found := self._devices.logical(kind)))
+        best = next(found[0] for kind in kind_table.by_preference() if (found := self._devices.logical(kind)))
         return self._place(best)
 
     def mapping(self) -> str:
@@ -168,7 +169,7 @@ class _SessionDevices:
 
     def logical(self, kind: str | None = None) -> list[LogicalDevice]:
         """The devices of one kind or of all, each kind numbered from 0."""
-        kinds = KINDS if kind is None else (kind,)
+        kinds = kind_table.names() if kind is None else (kind,)
         return [
             dataclasses.replace(device, index=index, num_threads=self._num_threads or device.num_threads)
             for each in kinds

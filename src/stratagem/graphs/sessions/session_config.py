@@ -12,7 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, Self
 
-from stratagem.devices.device_spec import CPU, parse_kind
+from stratagem.devices.device_spec import parse_kind
+from stratagem.devices.kind_table import CPU
 from stratagem.errors import DeviceConfigurationError, DeviceTypeError
 
 _MOST_THREADS: Final = 1024

@@ -1,20 +1,24 @@
-"""Speaks to torch_xla: its devices, tensors that are spread over them, one program for all. The only file that imports it.
+"""TPUs by torch_xla: devices that compute one program together. The only file that imports it.
 
 Counting devices neither imports torch_xla nor wakes its runtime, which takes the chips of a machine for one process.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import re
+from contextlib import AbstractContextManager
 from typing import Any, Final, final
 
 import torch
 
 from stratagem import _env, _torch
+from stratagem.devices.accelerators import why_no_limits
+from stratagem.devices.device import DeviceDetails
 from stratagem.devices.host import Host
-from stratagem.errors import DeviceConfigurationError, EnvironmentVariableError
+from stratagem.errors import DeviceConfigurationError, DeviceError, EnvironmentVariableError
 
 LIBRARY: Final = "torch_xla"
 TORCH_TYPE: Final = "xla"
@@ -26,6 +30,11 @@ _AXIS: Final = 0
 def is_installed() -> bool:
     """Whether torch_xla is here; it may be one for another torch."""
     return importlib.util.find_spec(LIBRARY) is not None
+
+
+def version() -> str:
+    """Which one it is."""
+    return importlib.metadata.version(LIBRARY)
 
 
 def is_on_cpu() -> bool:
@@ -66,13 +75,61 @@ def _imported(name: str = "") -> Any:
     try:
         return importlib.import_module(f"{LIBRARY}.{name}" if name else LIBRARY)
     except (ImportError, OSError) as error:
-        version = importlib.metadata.version(LIBRARY)
-        wanted = re.match(r"\d+\.\d+", version)
-        fitting = wanted[0] if wanted else version
+        wanted = re.match(r"\d+\.\d+", version())
+        fitting = wanted[0] if wanted else version()
         raise DeviceConfigurationError(
-            f"{LIBRARY} {version} cannot be loaded beside torch {torch.__version__} ({str(error).splitlines()[0]}); "
+            f"{LIBRARY} {version()} cannot be loaded beside torch {torch.__version__} ({str(error).splitlines()[0]}); "
             f"each {LIBRARY} needs the torch of its own number: pip install torch=={fitting}.* {LIBRARY}=={fitting}.*"
         ) from error
+
+
+@final
+class XlaAccelerator:
+    """Devices of torch_xla, as others see them. Torch does not limit their memory, and tells of it only while they run.
+
+    Args:
+        kind: Their kind among stratagem's devices.
+        host: The machine.
+    """
+
+    torch_type = TORCH_TYPE
+    limits_memory = False
+
+    def __init__(self, kind: str, host: Host | None = None) -> None:
+        self.kind = kind
+        self._host = host or Host()
+
+    def count(self) -> int:
+        return num_devices(self._host)
+
+    def details(self, index: int) -> DeviceDetails:
+        if is_on_cpu():
+            return DeviceDetails("XLA on the CPU", self._host.total_memory_bytes() // self.count())
+        return DeviceDetails("TPU (torch_xla)", 0)
+
+    def memory_used(self, index: int) -> int | None:
+        return None
+
+    def memory_info(self, index: int) -> dict[str, int]:
+        raise DeviceError(f"{LIBRARY} does not tell how much memory is in use on {self.kind}:{index}")
+
+    def reset_peak(self, index: int) -> None:
+        """It keeps none."""
+
+    def memory_fraction(self, index: int) -> float:
+        return 1.0
+
+    def limit_memory(self, index: int, fraction: float) -> None:
+        raise DeviceConfigurationError(why_no_limits(self))
+
+    def reserve(self, index: int, limit_bytes: int | None) -> None:
+        raise DeviceConfigurationError(
+            f"the memory of {self.kind}:{index} cannot be taken at the start: {LIBRARY} takes it when a program is "
+            f"compiled; leave set_memory_growth(..., False) out"
+        )
+
+    def selected(self, index: int) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
 
 
 @final

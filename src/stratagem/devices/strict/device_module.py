@@ -1,4 +1,4 @@
-"""The module `torch.gpu`: what `torch.cuda` is for CUDA, for strict devices.
+"""The module `torch.gpu` or `torch.tpu`: what `torch.cuda` is for CUDA, for strict devices.
 
 It has the names that programs and stratagem's own code for accelerators use, so that both run the same lines on strict
 devices as on real ones.
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from stratagem.devices.strict import device_memory, streams
-from stratagem.devices.strict.streams import TORCH_TYPE
+from stratagem.devices.strict.slot import HELD
 
 
 @functools.cache
 def module() -> ModuleType:
     """Has the names of `torch.cuda` that programs for one or many GPUs use."""
-    made: Any = ModuleType(f"torch.{TORCH_TYPE}", "Strict devices: simulated GPUs that are torch's own.")
+    made: Any = ModuleType(f"torch.{HELD.torch_type}", f"Strict devices: simulated {HELD.kind}s that are torch's own.")
     for function in (
         *(streams.current_device, streams.set_device, streams.synchronize, streams.set_stream, streams.current_stream),
         *(streams.default_stream, streams.manual_seed, streams.manual_seed_all),
@@ -54,7 +54,7 @@ def get_device_properties(device: Any = None) -> SimpleNamespace:
     """What a device is."""
     room = device_memory.room(streams.index_of(device))
     return SimpleNamespace(
-        name="simulated GPU (strict)", total_memory=room.total_bytes, multi_processor_count=1, major=0, minor=0
+        name=f"simulated {HELD.kind} (strict)", total_memory=room.total_bytes, multi_processor_count=1, major=0, minor=0
     )
 
 
