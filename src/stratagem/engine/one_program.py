@@ -7,11 +7,13 @@ main program does not wait for it. What torch_xla computes otherwise than torch 
 import contextlib
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from stratagem import _torch, _tree
@@ -113,7 +115,7 @@ class Inputs:
 
         hot code) rows that do not: each device has all of those.
         """
-        is_even = bool(num_rows) and num_rows % self._program.num_devices == 0
+        is_even = num_rows is not None and num_rows > 0 and num_rows % self._program.num_devices == 0
         is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.is_cpu
         dim = next((dim for dim, size in enumerate(tensor.shape) if size == num_rows), None)
         if not is_even or not is_plain or dim is None:
@@ -164,10 +166,15 @@ class Results:
 
 @final
 class OnDevices(TorchFunctionMode):
-    """A block in which new tensors are on the devices, and torch's functions compute there what they do on one."""
+    """A block in which new tensors are on the devices, and torch's functions compute there what they do on one.
+
+    What optimizers make themselves is where they make it: they count their steps on the host, and read that often.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        _watch_updates()
+        _updates.num_under_way = 0  # one that failed has not ended
         self._makers = _torch.functions_with_device()
 
     def __torch_function__(
@@ -177,11 +184,39 @@ class OnDevices(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in self._makers and (kwargs is None or kwargs.get("device") is None):
+        if func in self._makers and (kwargs is None or kwargs.get("device") is None) and not _updates.is_under_way:
             return func(*args, **{**(kwargs or {}), "device": xla.DEVICE})
         if func is torch.nn.functional.batch_norm or func is torch.batch_norm:
             return _batch_norm(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+class _Updates(threading.local):
+    """The updates of optimizers that a thread is in."""
+
+    num_under_way = 0
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the code is an optimizer's own, and not that of a closure."""
+        return self.num_under_way > 0 and not torch.is_grad_enabled()
+
+
+_updates = _Updates()
+
+
+@functools.cache
+def _watch_updates() -> None:
+    """Counts them, once for the process."""
+
+    def begin(*_: Any) -> None:
+        _updates.num_under_way += 1
+
+    def end(*_: Any) -> None:
+        _updates.num_under_way -= 1
+
+    register_optimizer_step_pre_hook(begin)
+    register_optimizer_step_post_hook(end)
 
 
 def _batch_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

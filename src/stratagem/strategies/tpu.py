@@ -8,14 +8,13 @@ import torch
 
 from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.collectives.one_replica import OneReplica
-from stratagem.devices.vendors import torch_xla as xla
 from stratagem.devices.device import LogicalDevice
-from stratagem.devices.kind_table import TPU
 from stratagem.devices.inventory import this_process
+from stratagem.devices.kind_table import TPU
+from stratagem.devices.vendors import torch_xla as xla
 from stratagem.engine import context, one_program
 from stratagem.engine.context import ReplicaContext
 from stratagem.engine.random_numbers import RandomNumbers
-from stratagem.errors import StrategyError
 from stratagem.objects.step_arguments import StepArguments
 from stratagem.placement import scopes
 from stratagem.placement.home import compute
