@@ -36,6 +36,7 @@ TORCHRUN = (
 )
 KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
 SLURM_PREFIX = "SLURM_"
+TPU_WORKERS = ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID", "CLOUD_TPU_TASK_ID")
 RAY_ADDRESS = "RAY_ADDRESS"
 RAY_AUTH_MODE = "RAY_AUTH_MODE"
 RAY_TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -108,6 +109,11 @@ def slurm() -> dict[str, str]:
 def kubernetes() -> dict[str, str]:
     """What Kubernetes has set."""
     return _those_set(KUBERNETES)
+
+
+def tpu() -> dict[str, str]:
+    """What a TPU VM, or Kubernetes for TPUs, has set about its hosts."""
+    return _those_set(TPU_WORKERS)
 
 
 def ray_address() -> str | None:

@@ -166,16 +166,7 @@ class Results:
 
 @final
 class OnDevices(TorchFunctionMode):
-    """A block in which new tensors are on the devices, and torch's functions compute there what they do on one.
-
-    What optimizers make themselves is where they make it: they count their steps on the host, and read that often.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        _watch_updates()
-        _updates.num_under_way = 0  # one that failed has not ended
-        self._makers = _torch.functions_with_device()
+    """Lets new tensors be on the devices, and torch's functions compute there what they do on one."""
 
     def __torch_function__(
         self,
@@ -184,39 +175,70 @@ class OnDevices(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in self._makers and (kwargs is None or kwargs.get("device") is None) and not _updates.is_under_way:
+        if func in _makers() and (kwargs is None or kwargs.get("device") is None) and not _here.is_in_update:
             return func(*args, **{**(kwargs or {}), "device": xla.DEVICE})
         if func is torch.nn.functional.batch_norm or func is torch.batch_norm:
             return _batch_norm(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-class _Updates(threading.local):
-    """The updates of optimizers that a thread is in."""
+_makers = functools.cache(_torch.functions_with_device)
 
-    num_under_way = 0
+
+class _OfThread(threading.local):
+    """The step that a thread is in, and the updates of optimizers in it."""
+
+    mode: OnDevices | None = None
+    is_aside = False  # whether an update goes on without the mode
+    num_with_closure = 0
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether the code is an optimizer's own, and not that of a closure."""
-        return self.num_under_way > 0 and not torch.is_grad_enabled()
+    def is_in_update(self) -> bool:
+        """Whether the code is an optimizer's own, and not that of its closure."""
+        return self.num_with_closure > 0 and not torch.is_grad_enabled()
+
+    def put_back(self) -> None:
+        """Ends an update."""
+        if self.is_aside and self.mode is not None:
+            _torch.push_function_mode(self.mode)
+        self.is_aside = False
 
 
-_updates = _Updates()
+_here = _OfThread()
 
 
 @functools.cache
 def _watch_updates() -> None:
-    """Counts them, once for the process."""
+    """Leaves optimizers alone, once for the process.
 
-    def begin(*_: Any) -> None:
-        _updates.num_under_way += 1
+    What they make is where they make it: they count their steps on the host, and read that often. And they call more
+    functions of torch than the rest of a step.
+    """
 
-    def end(*_: Any) -> None:
-        _updates.num_under_way -= 1
+    def begin(_: Any, args: Any, kwargs: Any) -> None:
+        if _here.mode is None or _here.is_aside:
+            return
+        if _has_closure(args, kwargs):
+            _here.num_with_closure += 1
+            return
+        top = _torch.pop_function_mode()
+        _here.is_aside = top is _here.mode
+        if not _here.is_aside:
+            _torch.push_function_mode(top)
+
+    def end(_: Any, args: Any, kwargs: Any) -> None:
+        if _has_closure(args, kwargs):
+            _here.num_with_closure = max(0, _here.num_with_closure - 1)
+        else:
+            _here.put_back()
 
     register_optimizer_step_pre_hook(begin)
     register_optimizer_step_post_hook(end)
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an update calls back; the optimizer itself is the first argument."""
+    return any(each is not None for each in (*args[1:], *kwargs.values()))
 
 
 def _batch_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -261,8 +283,15 @@ _ARGUMENTS = (
 @contextlib.contextmanager
 def step(program: xla.OneProgram) -> Iterator[None]:
     """One step: what is asked for inside is computed from its end on, by all devices, and not waited for."""
+    _watch_updates()
+    mode = OnDevices()
     try:
-        with OnDevices():
-            yield
+        with mode:
+            _here.mode = mode
+            try:
+                yield
+            finally:
+                _here.put_back()  # after an update that failed
+                _here.mode, _here.num_with_closure = None, 0
     finally:
         program.start()

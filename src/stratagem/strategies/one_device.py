@@ -96,7 +96,7 @@ class OneDeviceStrategy(Alone):
     def __init__(self, device: DeviceLike = "cpu:0") -> None:
         context.require_controller("OneDeviceStrategy()")
         super().__init__()
-        self._device = this_process().resolve(device)
+        (self._device,) = this_process().select([device])
         self._started = contextlib.ExitStack()
         self._started.enter_context(hosting(self._device))
         self._started.callback(self._tenant.end)
@@ -135,7 +135,7 @@ class DefaultStrategy(Alone):
 
     @property
     def devices(self) -> tuple[LogicalDevice, ...]:
-        return this_process().select()[:1]
+        return this_process().best()[:1]
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Self]:

@@ -66,6 +66,20 @@ def _num_on_cpu() -> int:
     return int(text)
 
 
+def has(device: torch.device) -> bool:
+    """Whether a device of torch's is one of them."""
+    return device.type == TORCH_TYPE
+
+
+def load() -> None:
+    """Lets torch have its devices.
+
+    Raises:
+        DeviceConfigurationError: It was made for another torch.
+    """
+    _imported()
+
+
 def _imported(name: str = "") -> Any:
     """A module of torch_xla.
 
