@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak test-keras test-busy test-docs docs docs-serve dist check format bench clean
+.PHONY: help setup demo test soak test-keras test-gpu test-busy test-docs docs docs-serve dist check format bench clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 11
@@ -42,6 +42,9 @@ soak: $(READY)  ## Run what repeats a promise over many parameters; SHARE=2/4 ta
 
 test-keras: $(READY)  ## Run Keras' own tests plain and in a scope of two replicas, and compare; part of a whole `soak`
 	@$(RUN)/python -m tests.keras_own
+
+test-gpu: $(READY)  ## Run what needs a real accelerator; where there is none, say so and end with an error
+	@$(RUN)/python -m tests.hardware
 
 test-busy: $(READY)  ## Run all tests five times while two processes burn both cores; REPEAT=1 runs them once
 	@$(RUN)/python -m tests.busy --repeat $(or $(REPEAT),5) -- $(PYTEST)

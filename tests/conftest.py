@@ -15,6 +15,7 @@ from stratagem.devices.inventory import Inventory
 from stratagem.processes import launcher
 from tests.cluster import nursery
 from tests.guards import adopt_orphans, nothing_left_behind
+from tests.hardware import target
 from tests.selection import Selection, pytest_addoption
 from tests.timing import Timing
 
@@ -120,7 +121,8 @@ def four_cpus(fork_server: None) -> Iterator[None]:
 def inventory(nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Inventory:
     """The inventory of this process, as it is in a program that has just begun."""
     for variable in (_env.SIMULATE, _env.DEVICES, _env.CUDA_VISIBLE_DEVICES):
-        monkeypatch.delenv(variable, raising=False)
+        if not (target.IS_REAL and variable == _env.CUDA_VISIBLE_DEVICES):  # which real GPUs the tests may use
+            monkeypatch.delenv(variable, raising=False)
     if "four_cpus" in request.fixturenames:
         return inventory_module.this_process()
     fresh = Inventory()

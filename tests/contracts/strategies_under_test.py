@@ -23,6 +23,7 @@ import stratagem as sg
 from stratagem.cluster import token
 from stratagem.cluster.resolvers.simple import SimpleResolver
 from tests.cluster import nursery
+from tests.hardware import target
 
 _WORKER = "STRATAGEM_TEST_WORKER"
 STRICT = "STRATAGEM_TESTSTRICT"
@@ -88,11 +89,15 @@ ROWS: dict[str, MakeStrategy] = {
 
 
 def strict(make: MakeStrategy) -> MakeStrategy:
-    """A strategy on strict devices, which a process keeps for life; see `test_strict_devices`."""
+    """A strategy on strict devices, which a process keeps for life; see `test_strict_devices`.
+
+    On real ones if the suite was started for them; see `tests/hardware`.
+    """
 
     @contextlib.contextmanager
     def opened(request: pytest.FixtureRequest, folder: Path) -> Iterator[sg.Strategy]:
-        sg.config.simulate_devices("GPU", 4, strict=True)
+        if not target.IS_REAL:
+            sg.config.simulate_devices("GPU", 4, strict=True)
         with make(request, folder) as strategy:
             with strategy.scope():
                 weight = torch.nn.Parameter(torch.zeros(1))
@@ -102,10 +107,10 @@ def strict(make: MakeStrategy) -> MakeStrategy:
     return opened
 
 
-GPUS = ["gpu:0", "gpu:1"]
+GPUS = [target.name(0), target.name(1)]
 # In a program of their own.
 STRICT_ROWS: dict[str, MakeStrategy] = {
-    "strict one device": strict(alone(lambda: sg.OneDeviceStrategy("gpu:1"))),
+    "strict one device": strict(alone(lambda: sg.OneDeviceStrategy(GPUS[1]))),
     "strict mirrored 2": strict(alone(lambda: sg.MirroredStrategy(GPUS))),
     "strict mirrored 2 to one": strict(alone(lambda: sg.MirroredStrategy(GPUS, cross_device_ops="to_one"))),
     "strict central storage 2": strict(alone(lambda: sg.CentralStorageStrategy(GPUS))),
@@ -113,8 +118,8 @@ STRICT_ROWS: dict[str, MakeStrategy] = {
     "strict parameter server 2": strict(
         alone(lambda: sg.ParameterServerStrategy(devices=GPUS, consistency=sg.Synchronous()))
     ),
-    "strict 2 workers of 1": strict(workers(1, kind="gpu")),
-    "strict 2 workers of 2": strict(workers(2, kind="gpu")),
+    "strict 2 workers of 1": strict(workers(1, kind=target.KIND.lower())),
+    "strict 2 workers of 2": strict(workers(2, kind=target.KIND.lower())),
 }
 # Where torch_xla computes: `make test-tpu`.
 TPU_ROWS: dict[str, MakeStrategy] = {"tpu 4": alone(sg.TPUStrategy)}

@@ -27,6 +27,7 @@ from stratagem.errors import CollectiveError
 from stratagem.processes.region import Region
 from tests.collectives.harness import PATIENCE_S, Replicas, give_up, meeting_point, same_bits, seeded, shared, started
 from tests.contracts.strategies_under_test import STRICT
+from tests.hardware import target
 
 Results = dict[str, Any]
 
@@ -110,9 +111,12 @@ class OnDevice(Collective):
 
 
 def strict_gpus(rank: int, size: int, place: Place) -> Collective:
-    """In a program of its own; see `test_strict_devices`."""
-    sg.config.simulate_devices("GPU", size, strict=True)
-    return OnDevice(gloo(rank, size, place), torch.device("gpu", rank))
+    """In a program of its own; see `test_strict_devices`, and `tests/hardware` for real ones."""
+    if target.IS_REAL:
+        torch.accelerator.set_device_index(rank)
+    else:
+        sg.config.simulate_devices("GPU", size, strict=True)
+    return OnDevice(gloo(rank, size, place), target.torch_device(rank))
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ ROWS: tuple[Row, ...] = (
     Row(two_level, 4),
 )
 if STRICT in os.environ:
-    ROWS = (Row(strict_gpus, 3),)
+    ROWS = (Row(strict_gpus, 2 if target.IS_REAL else 3),)
 MOST_REPLICAS = max(row.size for row in ROWS)
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -25,7 +25,7 @@ def _group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 HELD.torch_type = TYPE
 device_module.module.cache_clear()
 backend.register()
-device_memory.set_rooms(2, 2**28)
+device_memory.set_rooms(2, 2**31)
 device_module.module().__name__ = __name__  # where other processes find it
 sys.modules[f"torch.{TYPE}"] = device_module.module()
 torch.distributed.Backend.register_backend("acmeccl", _group, devices=[TYPE])

@@ -35,7 +35,7 @@ def main() -> None:
     ]
     assert sg.config.list_logical_devices("ACME")[1].torch_device == torch.device("acme", 1)
     assert kind_table.by_preference()[-2:] == ("ACME", "CPU")
-    assert sg.config.get_device_details("acme:0").total_memory_bytes == 2**28
+    assert sg.config.get_device_details("acme:0").total_memory_bytes == 2**31
     held = torch.zeros(1000, device="acme:1")
     assert sg.config.get_memory_info("acme:1")["current"] == held.numel() * 4
     assert "acme" in kind_table.autocast_types()
