@@ -19,7 +19,7 @@ _PLACES: Final = frozenset({"compat", "contrib", "v1", "v2", "experimental", "py
 # What stratagem has under its own name at the top: `sg.distribute.get_strategy` is `sg.get_strategy`.
 _AT_THE_TOP: Final = {
     "distribute": """CentralStorageStrategy InputContext MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy
-        ParameterServerStrategy ReduceOp Server Strategy get_replica_context get_strategy has_strategy
+        ParameterServerStrategy ReduceOp Server Strategy TPUStrategy get_replica_context get_strategy has_strategy
         in_cross_replica_context""",
     "distribute.coordinator": "ClusterCoordinator RemoteValue",
     "distribute.partitioners": "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner",

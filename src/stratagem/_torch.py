@@ -15,6 +15,7 @@ import inspect
 import logging
 import operator
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -40,6 +41,11 @@ from stratagem.errors import DeviceTypeError, StrategyError
 __all__ = ["BatchNorm", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "pin_memory"]
 
 _any_torch: Final[Any] = torch  # whose annotations leave some of these out
+
+if torch.__version__.startswith("2.9."):  # which warns, once, of the setting that it has itself by default
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.get_float32_matmul_precision()
 
 # Tensors
 
@@ -202,6 +208,12 @@ def set_program_hooks(tensor: torch.Tensor, hooks: tuple[list[Any], list[Any]] |
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     for hook in after:
         tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def drop_hooks(tensor: Any) -> None:
+    """Takes all hooks off a tensor, and what torch keeps for more."""
+    tensor._backward_hooks = None
+    tensor._post_accumulate_grad_hooks = None
 
 
 def take_hooks(parameter: torch.Tensor) -> TensorHooks | None:

@@ -88,7 +88,7 @@ ROWS: dict[str, MakeStrategy] = {
 }
 
 
-def strict(make: MakeStrategy) -> MakeStrategy:
+def strict(make: MakeStrategy, kind: str = "GPU", count: int = 4) -> MakeStrategy:
     """A strategy on strict devices, which a process keeps for life; see `test_strict_devices`.
 
     On real ones if the suite was started for them; see `tests/hardware`.
@@ -97,7 +97,7 @@ def strict(make: MakeStrategy) -> MakeStrategy:
     @contextlib.contextmanager
     def opened(request: pytest.FixtureRequest, folder: Path) -> Iterator[sg.Strategy]:
         if not target.IS_REAL:
-            sg.config.simulate_devices("GPU", 4, strict=True)
+            sg.config.simulate_devices(kind, count, strict=True)
         with make(request, folder) as strategy:
             with strategy.scope():
                 weight = torch.nn.Parameter(torch.zeros(1))
@@ -118,6 +118,7 @@ STRICT_ROWS: dict[str, MakeStrategy] = {
     "strict parameter server 2": strict(
         alone(lambda: sg.ParameterServerStrategy(devices=GPUS, consistency=sg.Synchronous()))
     ),
+    "strict tpu 2": strict(alone(sg.TPUStrategy), "TPU", 2),
     "strict 2 workers of 1": strict(workers(1, kind=target.KIND.lower())),
     "strict 2 workers of 2": strict(workers(2, kind=target.KIND.lower())),
 }
@@ -144,7 +145,13 @@ PRIVATE = (
     *list(STRICT_ROWS)[1:],
 )
 # Gradients travel by torch.distributed.
-CONNECTED = ("mirrored 2 torch", "strict mirrored 2", "strict central storage 2", "strict parameter server 2")
+CONNECTED = (
+    "mirrored 2 torch",
+    "strict mirrored 2",
+    "strict central storage 2",
+    "strict parameter server 2",
+    "strict tpu 2",
+)
 # Every replica trains alone and agrees on weights after each step: equal while updates are linear in their gradients.
 LOCAL = ("local sgd 2", "local sgd, 2 workers of 1", "strict local sgd 2")
 # A run that fails in one worker ends the strategy in all.

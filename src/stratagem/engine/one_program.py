@@ -60,7 +60,7 @@ def _bring(tensor: torch.Tensor) -> None:
         return
     hooks = _torch.program_hooks(tensor)
     if hooks is not None:
-        _torch.set_program_hooks(tensor, None)
+        _torch.drop_hooks(tensor)
     tensor.data = tensor.data.to(xla.DEVICE)
     if hooks is not None:
         _torch.set_program_hooks(tensor, hooks)
