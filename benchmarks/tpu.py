@@ -89,7 +89,10 @@ def by_strategy(workload: Workload, num_steps: int) -> Callable[[], float]:
 
 def compare(name: str, num_steps: int, num_rounds: int) -> tuple[Target, list[str]]:
     """How long steps take both ways, by turns; the ratio of each round counts."""
-    contenders = {"by hand": by_hand(WORKLOADS[name], num_steps), "TPUStrategy": by_strategy(WORKLOADS[name], num_steps)}
+    contenders = {
+        "by hand": by_hand(WORKLOADS[name], num_steps),
+        "TPUStrategy": by_strategy(WORKLOADS[name], num_steps),
+    }
     for measure in contenders.values():
         measure()  # compiles
     seconds: dict[str, list[float]] = {each: [] for each in contenders}
