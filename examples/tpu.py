@@ -24,6 +24,7 @@ if __name__ == "__main__":
             optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
 
         def step(images, labels):
+            """Trains on one batch."""
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()

@@ -72,6 +72,14 @@ def pjrt_device() -> str | None:
     return os.environ.get(PJRT_DEVICE)
 
 
+def quiet_xla() -> None:
+    """Keeps XLA, which is not loaded yet, from warnings; unless somebody has said what it is to tell.
+
+    For each program that it compiles it says that its partitioner has a successor.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
 def cpu_num_devices() -> str | None:
     """Into how many devices torch_xla divides the CPU."""
     return os.environ.get(CPU_NUM_DEVICES)

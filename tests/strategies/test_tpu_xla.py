@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -296,6 +297,39 @@ def test_failed_step_says_why_and_the_next_one_works(strategy: sg.Strategy) -> N
     optimizer.param_groups[0]["lr"] = 0.1
     assert strategy.local_results(strategy.run(lambda: torch.zeros(1).device.type)) == ("xla",)
     assert strategy.gather(strategy.run(lambda: model(torch.ones(1, 2)))).shape == (1, 1)
+
+
+def test_what_is_of_the_host_is_refused_in_a_step(strategy: sg.Strategy) -> None:
+    model, tensor = nn.Linear(2, 2), torch.ones(2)
+    for step in (lambda: model(torch.ones(1, 2)), lambda: torch.ones(2) + tensor):
+        with pytest.raises(StrategyError, match=r"used a tensor, or a model, of the host; make models inside"):
+            strategy.run(step)
+
+
+def test_synchronized_statistics_are_those_of_the_batch(strategy: sg.Strategy) -> None:
+    def make(kind: Any) -> Callable[[], nn.Module]:
+        def model() -> nn.Module:
+            torch.manual_seed(1)
+            return nn.Sequential(nn.Linear(6, 8), kind(8), nn.Linear(8, 3))
+
+        return model
+
+    assert_alike(train(strategy, [8, 6], make(nn.SyncBatchNorm)), train(None, [8, 6], make(nn.BatchNorm1d)))
+
+
+def test_threads_run_one_after_the_other(strategy: sg.Strategy) -> None:
+    under_way: list[int] = []
+
+    def step(number: int) -> torch.Tensor:
+        assert not under_way
+        under_way.append(number)
+        total = torch.arange(100.0).sum() + number
+        under_way.remove(number)
+        return total
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda number: strategy.run(step, args=(number,)), range(8)))
+    assert [strategy.reduce("mean", each).item() for each in results] == [4950.0 + number for number in range(8)]
 
 
 def test_batches_that_never_divide_are_told_of_once(four_cpus: None) -> None:

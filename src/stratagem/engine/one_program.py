@@ -16,10 +16,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from stratagem import _torch, _tree
+from stratagem import _integrations, _torch, _tree
 from stratagem._caller import warn_caller
 from stratagem.devices.vendors import torch_xla as xla
-from stratagem.errors import StratagemWarning
+from stratagem.errors import StratagemWarning, StrategyError
 from stratagem.objects import per_replica
 from stratagem.objects.per_replica import PerReplica, Remote
 from stratagem.objects.tracking import Tracker
@@ -29,7 +29,7 @@ from stratagem.objects.tracking import Tracker
 class DeviceVariables:
     """The variables of a strategy on the devices, each of which has a copy of all.
 
-    They are made on the host, where they are drawn as on one device, and brought to the devices by and by.
+    They are made on the host, where they are drawn as on one device, and brought to the devices before they are used there.
     """
 
     def __init__(self) -> None:
@@ -40,6 +40,8 @@ class DeviceVariables:
     def settle(self) -> None:
         """Brings to the devices what is not there: what is new, and what the program has put elsewhere."""
         made = self.tracker.take() if self.tracker.has_news else []
+        for each in made:
+            _integrations.adapt(each)
         self._modules.update(each for each in made if isinstance(each, torch.nn.Module))
         self._loose = [each for each in self._loose if each() is not None]
         self._loose += [weakref.ref(each) for each in made if isinstance(each, torch.Tensor)]
@@ -88,11 +90,12 @@ class Inputs:
 
     def bring(self, arguments: Any) -> Any:
         """The arguments of a step: parts of a global batch are spread over the devices, other tensors are on each."""
-        loaded = _tree.map_only(per_replica.Deferred, lambda each: each.load(), arguments)
-        return _tree.map(self._bring, loaded, is_leaf=lambda each: isinstance(each, PerReplica))
+        return _tree.map(
+            self._bring, per_replica.load_deferred(arguments), is_leaf=lambda each: isinstance(each, PerReplica)
+        )
 
     def note(self, num_rows: int | None) -> None:
-        """Takes in of how many rows a step was; tells once if most of the devices' work is done by each of them."""
+        """Takes in of how many rows a step was; tells once if each device does the work of all."""
         if num_rows is None or self._num_uneven >= _MANY_UNEVEN:
             return
         self._num_uneven = self._num_uneven + 1 if num_rows % self._program.num_devices else 0
@@ -107,13 +110,13 @@ class Inputs:
     def _bring(self, value: Any) -> Any:
         if isinstance(value, PerReplica):
             spread = functools.partial(self._spread, num_rows=sum(value.counts) if value.counts else None)
-            return _tree.map_only(torch.Tensor, spread, per_replica.load_deferred(value[0]))
+            return _tree.map_only(torch.Tensor, spread, value[0])
         return _on_each(value) if isinstance(value, torch.Tensor) else value
 
     def _spread(self, tensor: torch.Tensor, *, num_rows: int | None) -> torch.Tensor:
-        """Spreads rows that divide evenly. XLA ends the process where a step scatters (an embedding's gradient, a one
+        """Spreads rows that divide evenly; each device has all of others.
 
-        hot code) rows that do not: each device has all of those.
+        XLA 2.9 ends the process where a step scatters rows that are spread unevenly, as the gradient of an embedding.
         """
         is_even = num_rows is not None and num_rows > 0 and num_rows % self._program.num_devices == 0
         is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.is_cpu
@@ -242,9 +245,10 @@ def _has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _batch_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What torch_xla 2.9 does otherwise than torch: the running variance is that over n in place of n - 1, and with
+    """Normalizes as torch does.
 
-    running statistics there is no backward pass.
+    torch_xla 2.9 puts the variance over n into the running one, and not that over n - 1, and has no backward pass where
+    running statistics are used.
     """
     given = {**dict(zip(_ARGUMENTS[func is torch.batch_norm], args, strict=False)), **kwargs}
     if given.get("running_var") is None:
@@ -280,6 +284,9 @@ _ARGUMENTS = (
 )
 
 
+_OF_THE_HOST = "not an XLA tensor"
+
+
 @contextlib.contextmanager
 def step(program: xla.OneProgram) -> Iterator[None]:
     """One step: what is asked for inside is computed from its end on, by all devices, and not waited for."""
@@ -290,6 +297,14 @@ def step(program: xla.OneProgram) -> Iterator[None]:
             _here.mode = mode
             try:
                 yield
+            except RuntimeError as error:
+                if _OF_THE_HOST in str(error):
+                    raise StrategyError(
+                        "a step on devices of torch_xla used a tensor, or a model, of the host; make models inside "
+                        "`with strategy.scope():` or call strategy.adopt(model), and bring tensors from elsewhere by "
+                        "tensor.to(strategy.device), or as arguments of run"
+                    ) from error
+                raise
             finally:
                 _here.put_back()  # after an update that failed
                 _here.mode, _here.num_with_closure = None, 0

@@ -9,6 +9,7 @@ from typing import Any, Self, cast, final
 
 import torch
 
+from stratagem._turns import Turn
 from stratagem.cluster.resolvers.tpu import TPUResolver
 from stratagem.collectives.one_replica import OneReplica
 from stratagem.devices.device import LogicalDevice
@@ -89,6 +90,7 @@ class _OneProgram(TPUStrategy, Alone):
         self._inputs = one_program.Inputs(self._program)
         self._results = one_program.Results()
         self._random_numbers = RandomNumbers(0, apart=False, on_device=True)
+        self._turn = Turn()
         self._in_use = contextlib.ExitStack()
         self._in_use.enter_context(this_process().in_use("sg.TPUStrategy()"))
 
@@ -113,13 +115,14 @@ class _OneProgram(TPUStrategy, Alone):
 
     def _run(self, fn: Callable[..., Any], arguments: StepArguments) -> list[Any]:
         results = []
-        for step, counts in enumerate(arguments.counts()):
-            arguments.under_way = step
-            self._variables.settle()
-            if (seed := self._random_numbers.new_seed()) is not None:
-                self._program.seed(seed)
-            results.append(self._step(fn, arguments.of(step), counts))
-            self._random_numbers.note_run()
+        with self._turn.taken("strategy.run()"):
+            for step, counts in enumerate(arguments.counts()):
+                arguments.under_way = step
+                self._variables.settle()
+                if (seed := self._random_numbers.new_seed()) is not None:
+                    self._program.seed(seed)
+                results.append(self._step(fn, arguments.of(step), counts))
+                self._random_numbers.note_run()
         return results
 
     def _step(self, fn: Callable[..., Any], filled: Any, counts: tuple[int, ...] | None) -> Any:

@@ -27,6 +27,7 @@ _ON_CPU: Final = "CPU"
 _AXIS: Final = 0
 
 
+@functools.cache
 def is_installed() -> bool:
     """Whether torch_xla is here; it may be one for another torch."""
     return importlib.util.find_spec(LIBRARY) is not None
@@ -86,6 +87,7 @@ def _imported(name: str = "") -> Any:
     Raises:
         DeviceConfigurationError: It was made for another torch.
     """
+    _env.quiet_xla()
     try:
         return importlib.import_module(f"{LIBRARY}.{name}" if name else LIBRARY)
     except (ImportError, OSError) as error:
