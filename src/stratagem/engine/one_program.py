@@ -29,7 +29,7 @@ from stratagem.objects.tracking import Tracker
 class DeviceVariables:
     """The variables of a strategy on the devices, each of which has a copy of all.
 
-    They are made on the host, where they are drawn as on one device, and brought to the devices before they are used there.
+    They are made on the host, where they are drawn as on one device, and brought to the devices before a step.
     """
 
     def __init__(self) -> None:
