@@ -58,7 +58,7 @@ TPU_TESTS := tests/contracts/test_strategies.py tests/contracts/test_keras.py te
 	tests/strategies/test_tpu.py tests/strategies/test_tpu_xla.py tests/test_import.py
 
 test-tpu: $(TPU_READY)  ## Run what TPUStrategy promises on four devices of torch_xla, in an environment of its own
-	@$(ON_XLA) $(TPU_VENV)/bin/python -m pytest -q -p no:xdist $(TPU_TESTS)
+	@$(ON_XLA) $(TPU_VENV)/bin/python -m pytest -q -p no:xdist --timeout 180 $(TPU_TESTS)
 
 bench-tpu: $(TPU_READY)  ## Measure TPUStrategy against torch_xla by hand; part of no other target
 	@$(TPU_VENV)/bin/python -m benchmarks.tpu

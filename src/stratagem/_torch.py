@@ -58,6 +58,12 @@ base_of: Final[Callable[[Any], torch.Tensor | None]] = operator.attrgetter("_bas
 is_view: Final[Callable[[torch.Tensor], bool]] = torch.Tensor._is_view
 """Whether autograd knows a tensor as a view of another."""
 
+
+def own_tensors(module: Any) -> tuple[torch.Tensor | None, ...]:
+    """The parameters and buffers of a module itself; `None` where it has left one out."""
+    return (*module._parameters.values(), *module._buffers.values())
+
+
 sparse_values: Final[Callable[[torch.Tensor], torch.Tensor]] = _any_torch.Tensor._values
 """The values of a sparse COO tensor, coalesced or not; `values()` refuses the latter."""
 

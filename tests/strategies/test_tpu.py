@@ -9,7 +9,7 @@ import torch
 
 import stratagem as sg
 from stratagem.devices.host import Host
-from stratagem.devices.vendors import torch_xla, tpu
+from stratagem.devices.vendors import torch_xla, tpu_libraries
 from stratagem.errors import DeviceConfigurationError, DeviceNotFoundError, EnvironmentVariableError, StrategyError
 from tests.cluster import nursery
 
@@ -31,7 +31,7 @@ def test_absence_names_both_libraries_and_how_to_install_them() -> None:
     told = str(caught.value)
     assert "torch_tpu or torch_xla, and neither is installed" in told
     assert "0 TPU chip(s)" in told
-    assert tpu.INSTALL in told
+    assert tpu_libraries.INSTALL in told
     assert "sg.config.simulate_devices('TPU', 2)" in told
 
 
@@ -89,7 +89,7 @@ def test_chips_are_found_on_the_bus(tmp_path: Path) -> None:
         (folder / "vendor").write_text(f"{vendor}\n")
         (folder / "device").write_text(f"{device}\n")
     assert Host(tmp_path).num_tpu_chips() == 2
-    assert "2 TPU chip(s)" in tpu.why_none(Host(tmp_path))
+    assert "2 TPU chip(s)" in tpu_libraries.why_none(Host(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "four", "1.5"])

@@ -10,7 +10,7 @@ from stratagem import _env
 from stratagem.devices import kind_table, masks
 from stratagem.devices.host import Host
 from stratagem.devices.kind_table import GPU, TPU
-from stratagem.devices.vendors import tpu
+from stratagem.devices.vendors import tpu_libraries
 
 
 def why_none(kind: str, host: Host) -> str:
@@ -20,7 +20,7 @@ def why_none(kind: str, host: Host) -> str:
         reasons = visibility_notes(host)
     row = kind_table.row_of(kind)
     if kind == TPU:
-        reasons.append(tpu.why_none(host))
+        reasons.append(tpu_libraries.why_none(host))
     elif row.package is not None and not row.is_built():
         reasons.append(f"torch sees a {kind} through {row.package}, which this program has not loaded")
     elif kind_table.is_cpu_build():

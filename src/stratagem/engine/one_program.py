@@ -46,7 +46,7 @@ class DeviceVariables:
         self._loose = [each for each in self._loose if each() is not None]
         self._loose += [weakref.ref(each) for each in made if isinstance(each, torch.Tensor)]
         for module in list(self._modules):
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
+            for tensor in _torch.own_tensors(module):
                 if tensor is not None and tensor.is_cpu:
                     _bring(tensor)
         for reference in self._loose:
@@ -284,7 +284,7 @@ _ARGUMENTS = (
 )
 
 
-_OF_THE_HOST = "not an XLA tensor"
+_OF_THE_HOST = "XLA tensor"  # what torch_xla expected, and did not get
 
 
 @contextlib.contextmanager

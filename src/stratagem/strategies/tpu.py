@@ -10,7 +10,7 @@ from typing import Any, Self, cast, final
 import torch
 
 from stratagem._turns import Turn
-from stratagem.cluster.resolvers.tpu import TPUResolver
+from stratagem.cluster.resolvers.tpu_hosts import TPUResolver
 from stratagem.collectives.one_replica import OneReplica
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process

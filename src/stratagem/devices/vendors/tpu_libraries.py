@@ -22,7 +22,9 @@ def is_built() -> bool:
 
 def accelerator(kind: str) -> Accelerator:
     """Those of this machine."""
-    return torch_tpu.accelerator(kind) if torch_tpu.is_built() else torch_xla.XlaAccelerator(kind)
+    if torch_xla.is_installed() and not torch_tpu.is_built():
+        return torch_xla.XlaAccelerator(kind)
+    return torch_tpu.accelerator(kind)
 
 
 def why_none(host: Host) -> str:
