@@ -188,7 +188,7 @@ class OnDevices(TorchFunctionMode):
 _makers = functools.cache(_torch.functions_with_device)
 
 
-class _OfThread(threading.local):
+class _StepOfThread(threading.local):
     """The step that a thread is in, and the updates of optimizers in it."""
 
     mode: OnDevices | None = None
@@ -207,7 +207,7 @@ class _OfThread(threading.local):
         self.is_aside = False
 
 
-_here = _OfThread()
+_here = _StepOfThread()
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from stratagem.placement.residence import Tenant
 from stratagem.strategies.strategy import Strategy
 
 
-class Alone(Strategy):
+class SingleReplica(Strategy):
     """What strategies with a single replica in this process have in common."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Alone(Strategy):
 
 
 @final
-class OneDeviceStrategy(Alone):
+class OneDeviceStrategy(SingleReplica):
     """Puts all variables and all computation on one device.
 
     A program that runs with it runs with every other strategy, with equal results.
@@ -130,7 +130,7 @@ class OneDeviceStrategy(Alone):
 
 
 @final
-class DefaultStrategy(Alone):
+class DefaultStrategy(SingleReplica):
     """The strategy outside any scope: everything is as without one."""
 
     @property

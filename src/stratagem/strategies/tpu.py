@@ -25,7 +25,7 @@ from stratagem.errors import DeviceConfigurationError, StrategyError
 from stratagem.objects.step_arguments import StepArguments
 from stratagem.placement import scopes
 from stratagem.placement.home import compute
-from stratagem.strategies.one_device import Alone
+from stratagem.strategies.one_device import SingleReplica
 from stratagem.strategies.replicated import Replicated, choose_exchange, driven_here, summed
 from stratagem.strategies.strategy import Strategy
 
@@ -73,11 +73,11 @@ def _tpus() -> tuple[LogicalDevice, ...]:
 
 
 @final
-class _OneProgram(TPUStrategy, Alone):
+class _OneProgram(TPUStrategy, SingleReplica):
     """By torch_xla: a step sees the global batch, and all devices compute it together."""
 
     def __init__(self, resolver: TPUResolver | None = None) -> None:
-        Alone.__init__(self)
+        SingleReplica.__init__(self)
         self._resolver = resolver
         self._devices = _tpus()
         self._program = xla.one_program()
