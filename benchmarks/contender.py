@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import WORKLOADS, Workload
-from benchmarks.processes import descendants, pss_mb
+from benchmarks.models import EMPTY, WORKLOADS, Workload
+from benchmarks.processes import descendants, processor_s, pss_mb
 
 NUM_WARM_UP = 3
 PREFIX = "FIGURES "
 SYNC_EVERY = 10  # steps between two synchronisations of local SGD
+STEPS_IN_A_CALL = 16
 
 Figures = dict[str, Any]
 
@@ -33,7 +34,7 @@ def build(workload: Workload) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer of all contenders."""
-    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return torch.optim.SGD([*model.parameters()] or [torch.nn.Parameter(torch.zeros(1))], lr=0.01, momentum=0.9)
 
 
 def measure(step: Callable[[], float], num_steps: int, warm: Callable[[], object] = lambda: None) -> Figures:
@@ -49,12 +50,28 @@ def measure(step: Callable[[], float], num_steps: int, warm: Callable[[], object
     for _ in range(NUM_WARM_UP - 1):
         step()
     warm()
-    seconds = []
+    clocks = _clocks()
+    parts = None if clocks is None else clocks.taken()
+    seconds, pids = [], [os.getpid(), *descendants(os.getpid())]
+    used_s = processor_s(pids)
     for _ in range(num_steps):
         start = time.perf_counter()
         loss = step()
         seconds.append(time.perf_counter() - start)
-    return {"seconds": seconds, "loss": loss, "first_step_s": first_step_s}
+    figures = {"seconds": seconds, "loss": loss, "first_step_s": first_step_s}
+    figures["processor_s"] = (processor_s(pids) - used_s) / num_steps  # of this process and those that it drives
+    if parts is not None:
+        figures["parts_s"] = {part: value / num_steps for part, value in parts.seconds.items()}
+    return figures
+
+
+def _clocks() -> Any:
+    """Where the time of the parts of a step is taken, if that was asked for."""
+    if "BENCHMARK_PARTS" not in os.environ:
+        return None
+    from benchmarks import parts  # noqa: PLC0415  # the others must not pay for it
+
+    return parts
 
 
 def memory(root: int) -> Figures:
@@ -95,6 +112,34 @@ def stratagem(workload: Workload, size: int) -> Figures:
 
     _divide(sg, size)
     with sg.MirroredStrategy() as strategy:
+        return measure(_distributed_step(strategy, workload), workload.num_steps) | memory(os.getpid())
+
+
+def one_device(workload: Workload, _: int) -> Figures:
+    """OneDeviceStrategy."""
+    import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
+
+    with sg.OneDeviceStrategy("cpu:0") as strategy:
+        return measure(_distributed_step(strategy, workload), workload.num_steps) | memory(os.getpid())
+
+
+def several_steps(workload: Workload, size: int) -> Figures:
+    """MirroredStrategy, with as many steps in one call as `STEPS_IN_A_CALL` says; the time of one."""
+    import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
+
+    _divide(sg, size)
+    with sg.MirroredStrategy() as strategy:
+        figures = measure(_distributed_step(strategy, workload, STEPS_IN_A_CALL), workload.num_steps // 4)
+        figures["seconds"] = [each / STEPS_IN_A_CALL for each in figures["seconds"]]
+        figures["processor_s"] /= STEPS_IN_A_CALL
+        return figures | memory(os.getpid())
+
+
+def parameter_server(workload: Workload, size: int) -> Figures:
+    """ParameterServerStrategy with as many workers; a run gives one of them the whole batch, and is waited for."""
+    import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
+
+    with sg.ParameterServerStrategy(size) as strategy:
         return measure(_distributed_step(strategy, workload), workload.num_steps) | memory(os.getpid())
 
 
@@ -153,13 +198,25 @@ def train_step(
     return step
 
 
-def _distributed_step(strategy: Any, workload: Workload) -> Callable[[], float]:
+def _distributed_step(strategy: Any, workload: Workload, num_steps: int | None = None) -> Callable[[], float]:
+    if workload is EMPTY:
+        return lambda: float(strategy.run(_nothing, num_steps=num_steps) is None)
     with strategy.scope():
         model, optimizer = build(workload)
     batches = iter(strategy.distribute(_again(workload.make_batch())))
 
     train = train_step(workload, model, optimizer)
-    return lambda: strategy.reduce("mean", strategy.run(train, args=next(batches))).item()
+
+    def step() -> float:
+        if num_steps is None:
+            return float(strategy.reduce("mean", strategy.run(train, args=next(batches))))
+        return float(strategy.reduce("mean", strategy.run(train, args=batches, num_steps=num_steps))[-1])
+
+    return step
+
+
+def _nothing() -> None:
+    """A step that does nothing."""
 
 
 def hogwild(workload: Workload, size: int) -> Figures:
@@ -223,7 +280,7 @@ def _plain_step(
         optimizer.step()
         return loss.item()
 
-    return step
+    return step if workload is not EMPTY else lambda: 0.0
 
 
 def _num_threads(size: int) -> int:
@@ -239,6 +296,9 @@ CONTENDERS: dict[str, Callable[[Workload, int], Figures]] = {
     "single": single,
     "ddp": ddp,
     "stratagem": stratagem,
+    "several_steps": several_steps,
+    "one_device": one_device,
+    "parameter_server": parameter_server,
     "central": central,
     "workers": workers,
     "local_sgd": local_sgd,

@@ -1,6 +1,7 @@
 """The models that training speed is measured with, and one fixed global batch for each.
 
-Four have few, large tensors; stacks of small layers have many small ones, as most networks do.
+Four have few, large tensors; stacks of small layers, and networks with ResNet-50's and a 12-layer transformer's list of
+tensors at small widths, have many small ones, as most networks do.
 """
 
 import dataclasses
@@ -65,10 +66,52 @@ def _stack(num_layers: int) -> Workload:
     return Workload(make_model, lambda: (torch.randn(16, 8), torch.randint(8, (16,))), 60)
 
 
+class _Bottleneck(nn.Module):
+    """A block of ResNet-50: three convolutions with their normalization, and a way around them."""
+
+    def __init__(self, num_inputs: int, width: int) -> None:
+        super().__init__()
+        widths = ((num_inputs, width, 1), (width, width, 3), (width, 4 * width, 1))
+        self.layers = nn.Sequential(*(layer for each in widths for layer in _normalized(*each)))
+        changes = num_inputs != 4 * width
+        self.around = nn.Sequential(*_normalized(num_inputs, 4 * width, 1)) if changes else nn.Identity()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """What the layers add to what comes in."""
+        return torch.relu(self.layers(inputs) + self.around(inputs))
+
+
+def _normalized(num_inputs: int, num_outputs: int, size: int) -> tuple[nn.Module, nn.Module]:
+    return nn.Conv2d(num_inputs, num_outputs, size, padding=size // 2, bias=False), nn.BatchNorm2d(num_outputs)
+
+
+def _resnet50() -> nn.Module:
+    """ResNet-50's 161 parameters and 159 buffers, each of a few elements."""
+    blocks, num_inputs = [], 4
+    for width, number in zip((2, 3, 4, 5), (3, 4, 6, 3), strict=True):
+        for _ in range(number):
+            blocks.append(_Bottleneck(num_inputs, width))
+            num_inputs = 4 * width
+    stem = (*_normalized(3, 4, 3), nn.ReLU())
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(num_inputs, 10))
+
+
+def _encoder() -> nn.Module:
+    """The tensors of a transformer of 12 layers, 16 wide."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
+    return nn.Sequential(nn.Embedding(50, 16), encoder, nn.Linear(16, 50))
+
+
+EMPTY = Workload(nn.Identity, lambda: (torch.zeros(2, 1), torch.zeros(2, 1)), 200)  # a step that does nothing
 WORKLOADS = {
+    "empty": EMPTY,
     "mlp": Workload(_mlp, lambda: (torch.randn(256, 784), torch.randint(10, (256,))), 40),
     "cnn": Workload(_cnn, lambda: (torch.randn(256, 1, 28, 28), torch.randint(10, (256,))), 10),
     "transformer": Workload(Transformer, lambda: (torch.randint(1000, (16, 64)), torch.randint(1000, (16, 64))), 8),
     "wide": Workload(_wide, lambda: (torch.randn(8, 4000), torch.randint(4000, (8,))), 4),
+    "linear": Workload(lambda: nn.Linear(8, 2), lambda: (torch.randn(16, 8), torch.randint(2, (16,))), 100),
     **{f"stack{num_layers}": _stack(num_layers) for num_layers in (10, 100, 500)},
+    "resnet50": Workload(_resnet50, lambda: (torch.randn(8, 3, 8, 8), torch.randint(10, (8,))), 40),
+    "encoder12": Workload(_encoder, lambda: (torch.randint(50, (8, 8)), torch.randint(50, (8, 8))), 40),
 }

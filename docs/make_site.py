@@ -21,9 +21,10 @@ from urllib.parse import unquote, urldefrag, urlsplit
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "__init__.py", "make_site.py", "draw_pictures.py")
-FILES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
+FILES = ("README.md", "CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "LICENSE")
 INCLUDED = {
     "CHANGELOG.md": "changelog.md",
+    "CODE_OF_CONDUCT.md": "code_of_conduct.md",
     "CONTRIBUTING.md": "contributing.md",
     "examples/README.md": "examples.md",
     "examples/data/README.md": "example_data.md",
@@ -55,6 +56,8 @@ def gather(tree: Path) -> Path:
     shutil.copytree(DOCS, pages, ignore=LEFT_OUT)
     for name in FILES:
         shutil.copy(ROOT / name, tree / name)
+    for page in pages.rglob("*.md"):
+        page.write_text(with_links_to_pages(page.read_text(), page.relative_to(pages).parent))
     for name, page in INCLUDED.items():
         (pages / page).write_text(with_links_from_docs(ROOT / name))
     for name in FOLDERS:
@@ -80,6 +83,14 @@ def with_links_from_docs(file: Path) -> str:
         return f"]({path.relative_to('docs')}" if path.parts[0] == "docs" else f"](../{path}"
 
     return re.sub(r"\]\(([^)#:]+)(?=[)#])", moved, file.read_text())
+
+
+def with_links_to_pages(text: str, folder: Path) -> str:
+    """The text of a page in a folder of `docs/`, with links to files elsewhere as links to the site's pages of them."""
+    up = "../" * len(folder.parts)
+    for name, page in INCLUDED.items():
+        text = re.sub(rf"\]\({re.escape(up)}\.\./{re.escape(name)}(?=[)#])", f"]({up}{page}", text)
+    return text
 
 
 def dead_links(site: Path) -> list[str]:

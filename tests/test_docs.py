@@ -205,6 +205,21 @@ def test_readme_is_short() -> None:
     assert len(words) <= 800
 
 
+def test_changelog_has_one_line_for_each_entry_under_four_headings() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    releases = [number for number, line in enumerate(lines) if line.startswith("## ")]
+    assert releases
+    entries = [line for line in lines[releases[0] :] if line.startswith((" ", "-"))]
+    assert not [line for line in entries if not line.startswith("- ") or len(line) > 165]
+    headings = {line.removeprefix("### ") for line in lines if line.startswith("### ")}
+    assert headings <= {"Added", "Changed", "Removed", "Fixed"}
+
+
+def test_release_notes_are_those_of_this_version() -> None:
+    notes = (ROOT / "docs/release_notes.md").read_text()
+    assert re.findall(r"^## (\S+)$", notes, re.MULTILINE)[0] == stratagem.__version__
+
+
 def test_reference_has_every_public_name() -> None:
     listed = {
         f"{module}.{name}"
@@ -268,6 +283,13 @@ def test_site_leads_links_of_other_files_to_its_pages() -> None:
     assert "](notebooks/gpu_1.ipynb)" in page
     assert "](../examples/demo.py)" in page
     assert "](architecture.md" in make_site.with_links_from_docs(ROOT / "README.md")
+
+
+def test_site_leads_links_of_its_pages_to_pages_not_to_files() -> None:
+    text = "[a](../../CHANGELOG.md) [b](../../LICENSE) [c](../../examples/README.md#demo)"
+    assert make_site.with_links_to_pages(text, Path("start")) == (
+        "[a](../changelog.md) [b](../../LICENSE) [c](../examples.md#demo)"
+    )
 
 
 def test_site_gathers_notebooks_without_touching_the_source(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_demo_shows_that_replicas_agree_and_saves_a_picture(tmp_path: Path) -> N
 
     output = tmp_path / "demo.png"
     text = run_example("demo.py", "--epochs", "4", "--output", str(output))
-    rows = re.findall(r"^ *(one device|\d replicas) +(\S+)% +([\d,]+) +(\S+) x? +(\S+) +(\S+) *$", text, re.MULTILINE)
+    rows = re.findall(r"^ *(one device|\d replicas) +(\S+)% +([\d,]+) +(-|\S+ x) +(\S+) +(\S+) *$", text, re.MULTILINE)
     assert [name for name, *_ in rows] == ["one device", "2 replicas", "4 replicas"]
     for _, accuracy, examples_per_s, _, final_loss, difference in rows:
         assert float(accuracy) > 85
@@ -140,10 +140,28 @@ def test_demo_lets_its_contenders_train_in_turns(monkeypatch: pytest.MonkeyPatch
             rounds.append((self._name, num_epochs))
 
     runpy.run_path(str(EXAMPLES / "demo.py"))["race"]([Contender("a"), Contender("b")], 7)
-    assert rounds == [("a", 2), ("b", 2), ("b", 2), ("a", 2), ("a", 3), ("b", 3)]
+    assert [name for name, _ in rounds] == list("abbaabbaabba")
+    assert [sum(number for name, number in rounds if name == own) for own in "ab"] == [7, 7]
+
+
+def test_demo_compares_speeds_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    demo = runpy.run_path(str(EXAMPLES / "demo.py"))
+    one = demo["Result"]("one device", [1.0], 0.9, [100.0, 10.0, 100.0])  # busy in the second round
+    other = demo["Result"]("2 replicas", [1.0], 0.9, [110.0, 11.0, 121.0])
+    assert other.speed_ratios(one) == pytest.approx([1.1, 1.1, 1.21])
+    assert demo["doubt"]([one, other]) == ""
+    other.speeds[:] = [50.0, 10.0, 200.0]
+    assert "2 replicas had 0.50 to 2.00 x the speed of one device" in demo["doubt"]([one, other])
 
 
 def test_demo_refuses_an_output_before_it_trains(tmp_path: Path) -> None:
     done = nursery.run([EXAMPLES / "demo.py", "--output", tmp_path / "none" / "demo.png"], 60)
     assert done.returncode == 2
     assert "--output is a .png file in a folder that exists" in done.stderr
+
+
+def test_tpus_train_a_network() -> None:
+    shown = run_example("tpu.py")
+    assert "4 TPUs, 4 replica(s)" in shown
+    assert float(shown.split("test accuracy ")[1].split("%")[0]) > 90

@@ -157,7 +157,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"stratagem.{_NAMES[name]}"), name)
     if (found := _tensorflow_names.find(name)) is not None:
         return found
-    raise _tensorflow_names.unknown_at_the_top(name, __all__)
+    raise _tensorflow_names.unknown_at_the_top(name, __all__, _MODULES)
 
 
 def __dir__() -> list[str]:

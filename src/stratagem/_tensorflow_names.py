@@ -8,6 +8,7 @@ The parts of a name that only say where TensorFlow keeps it (`compat`, `v1`, `ex
 import difflib
 import enum
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterable
 from typing import Any, Final, final
@@ -398,9 +399,20 @@ def unknown(owner: str, name: str, known: Iterable[str]) -> UnknownNameError:
     return UnknownNameError(f"{owner} has no attribute {name!r}{hint}")
 
 
-def unknown_at_the_top(name: str, known: Iterable[str]) -> UnknownNameError:
-    """The error of `sg.X`: what torch has under that name is used from there."""
+def unknown_at_the_top(name: str, known: Iterable[str], modules: Iterable[str]) -> UnknownNameError:
+    """The error of `sg.X`: what a public module or torch has under that name is used from there.
+
+    Args:
+        name: The name.
+        known: Those that there are.
+        modules: The public modules.
+    """
+    if importlib.util.find_spec(f"stratagem.{name}") is not None:  # Python asks before it imports a folder or file
+        return UnknownNameError(f"module 'stratagem' has no attribute {name!r}")
     torch = sys.modules.get("torch")
+    for module in modules if not name.startswith("_") else ():
+        if name in vars(importlib.import_module(f"stratagem.{module}")).get("__all__", ()):
+            return UnknownNameError(f"module 'stratagem' has no attribute {name!r}; use sg.{module}.{name}")
     if torch is not None and not name.startswith("_") and name in vars(torch):  # `matmul`, `float32`
         return UnknownNameError(f"module 'stratagem' has no attribute {name!r}; use torch.{name}")
     return unknown("module 'stratagem'", name, known)

@@ -49,6 +49,8 @@ if torch.__version__.startswith("2.9."):  # which warns, once, of the setting th
 
 # Tensors
 
+requires_grad_of: Final[Callable[[Any], bool]] = operator.attrgetter("requires_grad")
+gradient_of: Final[Callable[[Any], Any]] = operator.attrgetter("grad")
 version_of: Final[Callable[[Any], int]] = operator.attrgetter("_version")
 """How often a tensor was written to, by autograd's count; not of inference tensors, and not through `.data`."""
 
@@ -70,7 +72,7 @@ sparse_values: Final[Callable[[torch.Tensor], torch.Tensor]] = _any_torch.Tensor
 wrapper_subclass: Final = _any_torch.Tensor._make_wrapper_subclass
 """Makes a tensor of a subclass that has a form and no memory."""
 
-_hooks_of: Final[Callable[[Any], Any]] = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+hooks_of: Final[Callable[[Any], Any]] = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 """The hooks of `register_hook` and of `register_post_accumulate_grad_hook` on a tensor; `None` or empty without any."""
 
 
@@ -199,7 +201,7 @@ class TensorHooks(NamedTuple):
 
 def program_hooks(tensor: torch.Tensor) -> tuple[list[Any], list[Any]] | None:
     """The hooks that the program has put on a tensor, of both kinds; `None` if there are none."""
-    before, after = _hooks_of(tensor)
+    before, after = hooks_of(tensor)
     if not before and not after:
         return None
     found = tuple([hook for hook in (own or {}).values() if type(hook) is not LibraryHook] for own in (before, after))
@@ -224,7 +226,7 @@ def drop_hooks(tensor: Any) -> None:
 
 def take_hooks(parameter: torch.Tensor) -> TensorHooks | None:
     """Takes the program's hooks off a parameter; `None` if it has none."""
-    before, after = _hooks_of(parameter)
+    before, after = hooks_of(parameter)
     if not before and not after:
         return None
     taken = TensorHooks([], [])
@@ -288,6 +290,9 @@ def move_aliases(tensors: Sequence[torch.Tensor]) -> None:
 
 MODULE_PARTS: Final = ("_modules", "_parameters", "_buffers")
 """The dicts in which a module holds what is part of it."""
+
+parts_of: Final[Callable[[Any], tuple[dict[str, Any], ...]]] = operator.attrgetter(*MODULE_PARTS)
+"""Those dicts of a module."""
 
 MODULE_HOOKS: Final = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs"),
@@ -781,7 +786,7 @@ def let_data_move(type_: str) -> None:
 
 def _move(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Makes a tensor one on the device of another, with its gradient."""
-    if any(_hooks_of(tensor)):
+    if any(hooks_of(tensor)):
         raise DeviceTypeError(
             f"a tensor with hooks cannot move from {tensor.device} to {value.device}, as torch keeps hooks with the "
             f"memory; move it first, and register the hooks then"

@@ -6,9 +6,11 @@ too. Plain tuples, lists and dicts are most of what there is and are walked seve
 walked here, without torch.
 """
 
+import builtins
 import collections
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -69,17 +71,19 @@ def map(function: Callable[[Any], Any], value: Any, is_leaf: IsLeaf | None = Non
 
 
 def _map(function: Callable[[Any], Any], value: Any, is_leaf: IsLeaf | None, depth: int) -> Any:
-    _require_shallow(depth)
     if is_leaf is not None and is_leaf(value):
         return function(value)
     kind = type(value)
+    if kind in _ALWAYS_LEAVES:
+        return function(value)
+    _require_shallow(depth)
     if kind is tuple:
         return tuple([_map(function, each, is_leaf, depth + 1) for each in value])
     if kind is list:
         return [_map(function, each, is_leaf, depth + 1) for each in value]
     if kind is dict:
         return {key: _map(function, each, is_leaf, depth + 1) for key, each in value.items()}
-    opened = None if kind in _ALWAYS_LEAVES else _opened(value)
+    opened = _opened(value)
     if opened is None:
         return function(value)
     parts, form = opened
@@ -94,15 +98,25 @@ def map_only(kind: type | tuple[type, ...], function: Callable[[Any], Any], valu
 
     Containers without such leaves are not copied: who changes them changes the program's.
     """
+    return _map_only(kind, function, value, 0)
+
+
+def _map_only(kind: type | tuple[type, ...], function: Callable[[Any], Any], value: Any, depth: int) -> Any:
     if isinstance(value, kind):
         return function(value)
+    own = type(value)
+    if own in _ALWAYS_LEAVES:
+        return value
+    _require_shallow(depth)
+    if own is tuple or own is list:
+        made = [_map_only(kind, function, each, depth + 1) for each in value]
+        return own(made) if any(builtins.map(operator.is_not, made, value)) else value
+    if own is dict:
+        by_key = {key: _map_only(kind, function, each, depth + 1) for key, each in value.items()}
+        return by_key if any(by_key[key] is not each for key, each in value.items()) else value
     if not any(isinstance(each, kind) for each in leaves(value)):
         return value
-    if type(value) is dict:
-        return {key: map_only(kind, function, each) for key, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)([map_only(kind, function, each) for each in value])
-    return map(lambda each: function(each) if isinstance(each, kind) else each, value)
+    return _map(lambda each: function(each) if isinstance(each, kind) else each, value, None, depth)
 
 
 def flatten(value: Any, is_leaf: IsLeaf | None = None) -> tuple[list[Any], Structure]:
@@ -176,17 +190,19 @@ def parts_by_name(value: Any) -> dict[Any, Any]:
 
 
 def _collect(value: Any, is_leaf: IsLeaf | None, found: list[Any], depth: int) -> None:
-    _require_shallow(depth)
     kind = type(value)
-    if is_leaf is not None and is_leaf(value):
+    if (is_leaf is not None and is_leaf(value)) or kind in _ALWAYS_LEAVES:
         found.append(value)
     elif kind is tuple or kind is list:
+        _require_shallow(depth)
         for each in value:
             _collect(each, is_leaf, found, depth + 1)
     elif kind is dict:
+        _require_shallow(depth)
         for each in value.values():
             _collect(each, is_leaf, found, depth + 1)
-    elif kind not in _ALWAYS_LEAVES and (opened := _opened(value)) is not None:
+    elif (opened := _opened(value)) is not None:
+        _require_shallow(depth)
         for each in opened[0]:
             _collect(each, is_leaf, found, depth + 1)
     else:
@@ -194,11 +210,11 @@ def _collect(value: Any, is_leaf: IsLeaf | None, found: list[Any], depth: int) -
 
 
 def _flattened(value: Any, is_leaf: IsLeaf | None, found: list[Any], depth: int) -> Structure:
-    _require_shallow(depth)
     opened = None if is_leaf is not None and is_leaf(value) else _opened(value)
     if opened is None:
         found.append(value)
         return _LEAF
+    _require_shallow(depth)
     parts, form = opened
     kind = type(value)
     under = tuple([_flattened(each, is_leaf, found, depth + 1) for each in parts])
@@ -225,6 +241,8 @@ def _unflattened(waiting: Iterator[Any], form: Structure) -> Any:
 def _opened(value: Any) -> tuple[list[Any], Any] | None:
     """The parts of a container and what else makes it this one; `None` if it is a leaf."""
     kind = type(value)
+    if kind in _ALWAYS_LEAVES:
+        return None
     if kind is tuple or kind is list:
         return list(value), None
     if kind is dict:
@@ -233,6 +251,8 @@ def _opened(value: Any) -> tuple[list[Any], Any] | None:
         parts, form = _pytree.tree_flatten(value, lambda each: each is not value)
         return None if len(parts) == 1 and parts[0] is value else (parts, form)
     if not _is_record(kind):
+        if kind.__module__.startswith("stratagem."):
+            _ALWAYS_LEAVES.add(kind)
         return None
     if isinstance(value, collections.UserDict):
         return list(value.data.values()), tuple(value.data)

@@ -87,6 +87,10 @@ class StrategyError(StratagemError, RuntimeError):
     """A strategy was used in a way or at a moment that it does not allow."""
 
 
+class DriftError(StrategyError):
+    """Replicas, which must have the same in every parameter, have written different values to one."""
+
+
 class CollectiveError(StratagemError, RuntimeError):
     """Replicas did not take part in the same exchange."""
 

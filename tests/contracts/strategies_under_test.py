@@ -28,6 +28,8 @@ from tests.hardware import target
 _WORKER = "STRATAGEM_TEST_WORKER"
 STRICT = "STRATAGEM_TESTSTRICT"
 _PATIENCE_S = 120.0
+# Where replicas have copies of their own they compare them in so many steps: what a contract does is no drift.
+CHECKED: dict[str, Any] = {"check_copies_every": 5}
 
 MakeStrategy = Callable[[pytest.FixtureRequest, Path], contextlib.AbstractContextManager[sg.Strategy]]
 
@@ -39,7 +41,7 @@ def alone(make: Callable[[], sg.Strategy]) -> MakeStrategy:
 
 def local_sgd(devices: list[str], **options: Any) -> sg.Strategy:
     """Local SGD that agrees after every step, which is where it can equal one device."""
-    return sg.LocalSGDStrategy(1, devices=devices, **options)
+    return sg.LocalSGDStrategy(1, devices=devices, **CHECKED, **options)
 
 
 def workers(
@@ -66,6 +68,7 @@ def workers(
                     heartbeat_timeout_s=_PATIENCE_S,
                     worker_timeout_s=_PATIENCE_S,
                     join_timeout_s=_PATIENCE_S,
+                    **({} if strategy is local_sgd else CHECKED),
                 )
             )
 
@@ -77,8 +80,8 @@ ROWS: dict[str, MakeStrategy] = {
     "mirrored 1": alone(lambda: sg.MirroredStrategy(["cpu:0"])),
     "mirrored 2": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"])),
     "mirrored 4": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2", "cpu:3"])),
-    "mirrored 2 torch": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops="torch")),
-    "mirrored 2 to one": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops="to_one")),
+    "mirrored 2 torch": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops="torch", **CHECKED)),
+    "mirrored 2 to one": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops="to_one", **CHECKED)),
     "central storage 3": alone(lambda: sg.CentralStorageStrategy(["cpu:0", "cpu:1", "cpu:2"])),
     "local sgd 2": alone(lambda: local_sgd(["cpu:0", "cpu:1"])),
     "parameter server 2": alone(lambda: sg.ParameterServerStrategy(2, consistency=sg.Synchronous())),
@@ -111,9 +114,9 @@ GPUS = [target.name(0), target.name(1)]
 # In a program of their own.
 STRICT_ROWS: dict[str, MakeStrategy] = {
     "strict one device": strict(alone(lambda: sg.OneDeviceStrategy(GPUS[1]))),
-    "strict mirrored 2": strict(alone(lambda: sg.MirroredStrategy(GPUS))),
-    "strict mirrored 2 to one": strict(alone(lambda: sg.MirroredStrategy(GPUS, cross_device_ops="to_one"))),
-    "strict central storage 2": strict(alone(lambda: sg.CentralStorageStrategy(GPUS))),
+    "strict mirrored 2": strict(alone(lambda: sg.MirroredStrategy(GPUS, **CHECKED))),
+    "strict mirrored 2 to one": strict(alone(lambda: sg.MirroredStrategy(GPUS, cross_device_ops="to_one", **CHECKED))),
+    "strict central storage 2": strict(alone(lambda: sg.CentralStorageStrategy(GPUS, **CHECKED))),
     "strict local sgd 2": strict(alone(lambda: local_sgd(GPUS))),
     "strict parameter server 2": strict(
         alone(lambda: sg.ParameterServerStrategy(devices=GPUS, consistency=sg.Synchronous()))

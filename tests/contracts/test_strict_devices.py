@@ -29,6 +29,7 @@ _CHOSEN = [
     ),
     ("test_collectives.py", "3 strict GPUs"),
     ("test_keras.py", "strict mirrored 2"),
+    pytest.param("test_keras.py", "strict one device", marks=pytest.mark.soak),
 ]
 
 

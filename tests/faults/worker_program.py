@@ -71,6 +71,18 @@ def train(num_steps: int, fail_in: int | None = None) -> list[float]:
     return losses
 
 
+def train_at_a_rate_of_ones_own() -> None:
+    """Lets each worker take a learning rate from its own rows, inside the step."""
+
+    def own_rate(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        worker.optimizer.param_groups[0]["lr"] = 0.01 * float(inputs.abs().sum())
+        step(inputs, targets)
+
+    for number in range(3):
+        (distributed,) = worker.strategy.distribute([batch(number)])
+        worker.strategy.run(own_rate, args=distributed)
+
+
 class TwoTypes(nn.Module):
     """Parameters of two types, which are exchanged one after the other; some of unusual shapes."""
 

@@ -95,6 +95,14 @@ def test_what_torch_has_under_the_name_is_used_from_there(name: str) -> None:
         getattr(sg, name)
 
 
+@pytest.mark.parametrize(
+    "path", ["config.simulate_devices", "estimator.Estimator", "cluster.TFConfigResolver", "metrics.MeanSquaredError"]
+)
+def test_what_a_public_module_has_under_the_name_is_used_from_there(path: str) -> None:
+    with pytest.raises(UnknownNameError, match=rf"; use sg\.{path}$"):
+        getattr(sg, path.rpartition(".")[2])
+
+
 def test_devices_are_divided_by_their_old_names(four_cpus: None) -> None:
     assert len(sg.config.experimental.list_logical_devices("CPU")) == 4
     assert [each.device_type for each in sg.device_lib.list_local_devices()][:1] == ["CPU"]

@@ -118,11 +118,16 @@ def test_tracker_gives_each_object_once() -> None:
 # What changes between runs
 
 
+def described(named: dict[int, Any]) -> Any:
+    names = {id(obj): name for name, obj in named.items()}
+    return state_diff.snapshot(named, lambda obj: names.get(id(obj)))
+
+
 def passed_on(change: Any, objects: list[Any], others: list[Any]) -> None:
     named = dict(enumerate(objects))
-    before = state_diff.snapshot(named)
+    before = described(named)
     change(*objects)
-    changes = state_diff.difference(before, state_diff.snapshot(named))
+    changes = state_diff.difference(before, described(named))
     state_diff.apply(changes, dict(enumerate(others)).__getitem__)
 
 
@@ -185,7 +190,7 @@ def test_nothing_changed_is_nothing_passed_on() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.Adam(model.parameters())
     named = dict(enumerate([model, *model, optimizer, *model.parameters()]))
-    assert state_diff.difference(state_diff.snapshot(named), state_diff.snapshot(named)) == {}
+    assert state_diff.difference(described(named), described(named)) == {}
 
 
 # Values of all replicas

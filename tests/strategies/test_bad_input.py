@@ -238,6 +238,47 @@ def test_calls_that_are_not_calls(strategy: sg.MirroredStrategy) -> None:
         strategy.run(len, kwargs=[1])  # type: ignore[arg-type]
 
 
+def test_arguments_that_the_function_does_not_take(each: sg.Strategy) -> None:
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    data = each.distribute((torch.ones(4), torch.ones(4)), global_batch_size=4)
+    match = (
+        r"run calls step\(x, y\) with 1 argument.*missing a required argument: 'y'.*: write args=iterator for its parts"
+    )
+    with pytest.raises(StrategyError, match=match):
+        each.run(step, args=(iter(data),), num_steps=2)
+    with pytest.raises(StrategyError, match=r"1 argument.*write run\(step, args=\(x, y\)\)"):
+        each.run(step, args=(torch.ones(2),), num_steps=2)
+    assert len(each.run(step, args=iter(data), num_steps=2)) == 1
+
+
+@pytest.mark.parametrize("make", [lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"]), sg.OneDeviceStrategy])
+def test_batch_given_as_one_argument_says_what_to_write(make: Callable[[], sg.Strategy], four_cpus: None) -> None:
+    with make() as strategy:
+        for batch in strategy.distribute((torch.ones(4), torch.ones(4)), global_batch_size=4):
+            with pytest.raises(TypeError) as raised:
+                strategy.run(lambda x, y: x + y, args=(batch,))
+        assert "write args=batch for its parts" in "".join(raised.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        (
+            {"batch_size": 4},
+            "write global_batch_size=4: the number of rows that all replicas together take in one step",
+        ),
+        ({"num_workers": 2}, r"give it to a DataLoader: strategy\.distribute\(DataLoader\(data, num_workers=2"),
+        ({"shufle": True}, "did you mean 'shuffle'"),
+        ({"xyz": 1}, "it has global_batch_size, shuffle, uneven, auto_shard, batch_dim, prefetch"),
+    ],
+)
+def test_options_that_distribute_does_not_have(each: sg.Strategy, options: dict[str, Any], hint: str) -> None:
+    with pytest.raises(StrategyError, match=f"distribute has no option .*; {hint}"):
+        each.distribute(torch.ones(4), **options)
+
+
 def test_training_outside_run(strategy: sg.MirroredStrategy) -> None:
     with strategy.scope():
         model = nn.Linear(2, 1)

@@ -103,6 +103,21 @@ def test_result_that_is_not_there_yet_behaves_as_what_it_will_be(
     assert strategy.gather(strategy.run(lambda: torch.ones(2))).shape == (2,)
 
 
+def test_result_of_one_worker_is_a_number_without_reduce(strategy: sg.ParameterServerStrategy) -> None:
+    loss = strategy.run(lambda: torch.tensor(3.0))
+    named = strategy.run(lambda: {"loss": torch.tensor(3.0)})["loss"]
+    for each in (loss, named):
+        assert (float(each), int(each), bool(each), f"{each:.1f}", each.item()) == (3.0, 3, True, "3.0", 3.0)
+        assert each == 3 < each + 1
+        assert (1 - each, 2 * each) == (-2, 6)
+        assert torch.stack([each, each]).tolist() == [3.0, 3.0]
+        assert np.mean([each, each]) == 3.0
+        assert strategy.reduce("mean", each) == 3
+        assert [float(value) for value in each.values] == [3.0]
+        assert len(each) == 1
+    assert float(strategy.run(lambda: 2.5)) == 2.5
+
+
 def test_result_is_computed_with_what_tensors_were_when_it_was_written_down(
     strategy: sg.ParameterServerStrategy, tmp_path: Path
 ) -> None:

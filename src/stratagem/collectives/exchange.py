@@ -14,7 +14,7 @@ import cmath
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -47,13 +47,15 @@ class _Window:
     Args:
         start: Where it begins.
         shown: Pieces of large segments that others sum.
-        small: Pieces of small segments, which are shown whoever sums them.
+        small: Small segments, which are shown whoever sums them.
+        cut: Pieces of small segments that begin or end inside one, likewise.
         summed: Runs of neighbouring pieces that this replica sums; a large one is alone.
     """
 
     start: int
     shown: list[Piece]
     small: list[Piece]
+    cut: list[Piece]
     summed: list[list[Piece]]
 
 
@@ -117,8 +119,10 @@ class WindowExchange:
             others = [*self._pieces(start, first), *self._pieces(last, start + length)]
             own = self._pieces(first, last)
             shown = [piece for piece in others if not self.is_small(piece[0])]
-            whole = [piece for piece in [*others, *own] if self.is_small(piece[0])]
-            self._windows.append(_Window(start, shown, whole, self._runs(own)))
+            of_small = [piece for piece in [*others, *own] if self.is_small(piece[0])]
+            whole = [piece for piece in of_small if self._is_whole(piece)]
+            cut = [piece for piece in of_small if not self._is_whole(piece)]
+            self._windows.append(_Window(start, shown, whole, cut, self._runs(own)))
         # Where small pieces are shown, for each window and each of its buffers.
         self._places: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._gaps: dict[int, torch.Tensor] = {}  # what lies between segments that are summed together
@@ -162,7 +166,8 @@ class WindowExchange:
             For each segment whether anybody had it, and whether what was summed here is finite.
         """
         rank = self._signals.rank
-        self._presence[rank] = [vector is not None for vector in vectors]
+        has_all = type(None) not in set(map(type, vectors))
+        self._presence[rank] = has_all or [vector is not None for vector in vectors]
         finite = True
         self._between, self._last = between, None
         num_early, self._num_early = self._num_early, 0
@@ -179,7 +184,7 @@ class WindowExchange:
             for run in window.summed:
                 finite &= self._sum_run(vectors, run, slots, window.start)
             self._last = number
-        return [bool(each) for each in self._presence.max(axis=0)], finite
+        return self._presence.max(axis=0).astype(bool).tolist(), finite
 
     def give_up(self) -> bool:
         """Forgets windows that a pass has sent which then failed; tells whether there were any."""
@@ -236,33 +241,33 @@ class WindowExchange:
             vector, offset = vectors[segment], self._segments[segment][0]
             if vector is not None:
                 slot[first - window.start : last - window.start].copy_(vector[first - offset : last - offset])
+        for piece in window.cut:
+            if (vector := vectors[piece[0]]) is not None:
+                slot[piece[1] - window.start : piece[2] - window.start].copy_(self._cut(vector, piece))
         if not window.small:
             return
         places = self._places.get((number, buffer))
         if places is None:
             places = self._places[number, buffer] = [self._place(piece, slot, window.start) for piece in window.small]
-        targets, sources = [], []
-        for place, piece in zip(places, window.small, strict=True):
-            vector = vectors[piece[0]]
-            if vector is not None:
-                targets.append(place)
-                sources.append(self._cut(vector, piece))
-        if targets:
-            _torch.foreach_copy_(targets, sources)
+        sources: list[Any] = [vectors[segment] for segment, _, _ in window.small]
+        if type(None) in set(map(type, sources)):
+            places = [place for place, source in zip(places, sources, strict=True) if source is not None]
+            sources = [source for source in sources if source is not None]
+        if places:
+            _torch.foreach_copy_(places, sources)
+
+    def _is_whole(self, piece: Piece) -> bool:
+        return piece[2] - piece[1] == self._segments[piece[0]][1]
 
     def _place(self, piece: Piece, slot: torch.Tensor, start: int) -> torch.Tensor:
-        """Where a small piece is shown: in its form if it is whole, else flat."""
+        """Where a small segment is shown, in its form."""
         segment, first, last = piece
-        shown = slot[first - start : last - start]
-        return shown.as_strided(*self._forms[segment]) if last - first == self._segments[segment][1] else shown
+        return slot[first - start : last - start].as_strided(*self._forms[segment])
 
     def _cut(self, vector: torch.Tensor, piece: Piece) -> torch.Tensor:
         """The part of a small segment that a piece is."""
         segment, first, last = piece
-        offset, numel = self._segments[segment]
-        if last - first == numel:
-            return vector
-        shape, stride = self._forms[segment]
+        offset, (shape, stride) = self._segments[segment][0], self._forms[segment]
         if vector.stride() != stride:
             vector = torch.empty_strided(shape, stride, dtype=vector.dtype).copy_(vector)
         return vector.as_strided((last - first,), (1,), vector.storage_offset() + first - offset)

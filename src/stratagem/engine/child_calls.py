@@ -152,7 +152,7 @@ def run(
     call: Call,
     function: Callable[..., Any],
     arguments: StepArguments,
-    delivery: captured.Delivery,
+    delivery: captured.Delivery | None,
     unwanted: Sequence[int],
 ) -> Answer:
     """Runs the user's function as this child's replica; drops results that nobody asked for."""
@@ -177,9 +177,10 @@ def surrounded_by(wanted: state_diff.Surroundings) -> Iterator[Sequence[Placemen
         yield log.records if log is not None else ()
 
 
-def take(delivery: captured.Delivery, replica: int) -> None:
-    """Takes what the main program's functions use, and what it changed in that."""
-    captured.receive(delivery, this_child().registry, replica)  # type: ignore[union-attr]
+def take(delivery: captured.Delivery | None, replica: int) -> None:
+    """Takes what the main program's functions use, and what it changed in that, if there is any."""
+    if delivery is not None:
+        captured.receive(delivery, this_child().registry, replica)  # type: ignore[union-attr]
     if _garbage:
         # What the program has dropped may have been in what has just been replaced.
         _garbage.clear()

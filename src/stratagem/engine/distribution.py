@@ -10,7 +10,7 @@ import itertools
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
@@ -19,6 +19,7 @@ from stratagem.engine import child_calls, context, foreign_metrics
 from stratagem.engine.recipe import Recipe
 from stratagem.errors import StrategyError
 from stratagem.objects import state_diff
+from stratagem.objects.steady import Steady
 from stratagem.objects.tracking import Tracker
 from stratagem.processes.packing import can_be_packed, pack, refusal
 from stratagem.processes.registry import Registry
@@ -77,6 +78,18 @@ class MainSide(Protocol):
         """Lets go of what the program has dropped."""
 
 
+class GivenTensors(NamedTuple):
+    """The tensors that are arguments of a function, by `id`: they are its inputs.
+
+    Attributes:
+        all: All of them.
+        parts: Those that are parts of a batch.
+    """
+
+    all: Container[int]
+    parts: Container[int]
+
+
 @final
 class Distribution:
     """The distributed objects of one strategy, in the controller.
@@ -92,6 +105,7 @@ class Distribution:
         self._names = itertools.count(1)
         self._reloaded: set[int] = set()  # optimizers whose state the others must take
         self._marks: dict[int, StateMark] = {}  # of optimizers that run whole: their state when all had the same
+        self.steady = Steady(self.registry)
         self._state: state_diff.Snapshot = {}
 
     @torch.inference_mode(mode=False)  # tensors that are placed now are trained later
@@ -101,8 +115,9 @@ class Distribution:
         if dropped:
             self._replicas.ask_children(child_calls.drop, self._replicas.key, dropped)
             own.drop(dropped)
+        self.steady.look()
         # What a distributed module holds is distributed too, wherever it was made.
-        self.tracker.note(*state_diff.unknown_parts(self.registry.live().values(), self.registry))
+        self.tracker.note(*state_diff.unknown_parts(self.steady.rest().values(), self.registry))
         if own.recipe.num_machines > 1 and self.tracker.has_news:
             gc.collect()  # what is garbage must be so on all machines, whenever their collectors come round
         made = self.tracker.take()
@@ -114,7 +129,7 @@ class Distribution:
             except BaseException:
                 self.tracker.put_back([obj for obj in made if obj not in self.registry])
                 raise
-        live = self.registry.live()
+        live = self.steady.rest()
         for obj in live.values():
             if isinstance(obj, torch.optim.Optimizer):
                 self._check_optimizer(obj, set())  # groups may have been added
@@ -131,55 +146,57 @@ class Distribution:
 
     def changes(self) -> state_diff.Snapshot:
         """What the controller changed in distributed objects since the last run, besides tensors."""
-        return state_diff.difference(self._state, state_diff.snapshot(self._controlled()))
+        return state_diff.difference(self._state, self._described(self.steady.rest()))
 
     def note_state(self) -> None:
         """Takes the state after a run, which is the same in all replicas, as the one to compare with."""
-        named = self._controlled()
-        self._state = state_diff.snapshot(named)
-        self._marks = {name: StateMark(named[name], versions=True) for name in self._marks if name in named}
+        was_so = self.steady.look()
+        rest = self.steady.rest()
+        self._state = (self._state if was_so else {}) | self._described(rest)
+        self._marks = {name: StateMark(rest[name], versions=True) for name in self._marks if name in rest}
+        if not was_so:
+            self.steady.note()
 
     def let_go(self) -> None:
         """Keeps nothing of the program's alive any more; no run follows."""
         self._marks.clear()
         self._state.clear()
+        self.steady.forget()
 
     def forget_state(self, own: MainSide) -> None:
         """After a run that failed replicas may be in different states: the next run sends everything."""
         self._state = {}
+        self.steady.forget()
         live = self.registry.live()
         self._reloaded = {name for name, obj in live.items() if isinstance(obj, torch.optim.Optimizer)}
         for update in [each for name, each in own.updates.items() if name in live]:
             update.forget_changes()
         own.copies.forget_state()
 
-    def _controlled(self) -> dict[int, Any]:
-        named = self.registry.live()
-        named.pop(0, None)
-        return named
+    def _described(self, objects: Mapping[int, Any]) -> state_diff.Snapshot:
+        return state_diff.snapshot({name: obj for name, obj in objects.items() if name}, self.registry.reference)
 
-    def reference_in_run(self, obj: Any, given: Container[int] = (), parts: Container[int] = ()) -> int | None:
+    def reference_in_run(self, obj: Any, given: Callable[[], GivenTensors]) -> int | None:
         """The name of an object that a function mentions; refuses what was made elsewhere and can be trained.
 
         Args:
             obj: The object.
-            given: The tensors that are arguments of the function, by `id`: they are its inputs.
-            parts: Those among them that are parts of a batch.
+            given: Tells which tensors are arguments of the function.
         """
         name = self.registry.reference(obj)
         if name is None and isinstance(obj, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
-            self._refuse(obj, given, parts)
+            self._refuse(obj, given)
         return name
 
-    def _refuse(self, obj: Any, given: Container[int], parts: Container[int]) -> None:
+    def _refuse(self, obj: Any, given: Callable[[], GivenTensors]) -> None:
         if isinstance(obj, torch.Tensor) and not isinstance(obj, torch.nn.Parameter):
-            if obj.grad_fn is not None and id(obj) not in parts:
+            if obj.grad_fn is not None and id(obj) not in given().parts:
                 raise StrategyError(
                     f"a tensor of shape {tuple(obj.shape)} with a graph ({obj.grad_fn.name()}) cannot be sent to the "
                     f"replicas: gradients would not come back through it; compute it inside the function, or send "
                     f"tensor.detach()"
                 )
-            if obj.requires_grad and id(obj) not in given:
+            if obj.requires_grad and id(obj) not in given().all:
                 raise StrategyError(
                     f"the function uses a tensor of shape {tuple(obj.shape)} with requires_grad=True that is no "
                     f"parameter, so that each replica would train one of its own; make it "
@@ -233,7 +250,7 @@ class Distribution:
             elif isinstance(obj, torch.optim.Optimizer) and not own.recipe.kept_on:
                 self._marks[name] = StateMark(obj, versions=True)
         # Of the new ones only: what was changed in others has not been sent yet.
-        self._state |= state_diff.snapshot(others)
+        self._state |= self._described(others)
 
     def _require_sendable(self, objects: dict[int, Any], names: dict[int, int]) -> None:
         """Refuses objects that cannot travel, before anything is placed.
@@ -276,7 +293,7 @@ class Distribution:
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, new: set[int]) -> None:
         parameters = parameters_of(optimizer)
-        foreign = [each for each in parameters if each not in self.registry and id(each) not in new]
+        foreign = [each for each in self.registry.without_name(parameters) if id(each) not in new]
         if foreign and not isinstance(foreign[0], torch.nn.Parameter):
             raise StrategyError(
                 f"optimizer {type(optimizer).__name__} holds a tensor of shape {tuple(foreign[0].shape)} that is no "

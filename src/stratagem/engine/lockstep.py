@@ -20,6 +20,7 @@ from stratagem.collectives.signals import PeerAborted, Signals
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.serving import hosting
 from stratagem.engine import child_calls, context
+from stratagem.engine.distribution import GivenTensors
 from stratagem.engine.joining import Elsewhere, connect, join
 from stratagem.engine.lifecycle import Driver, ReplicaResources
 from stratagem.engine.machines import Alone, Workers
@@ -80,7 +81,7 @@ class LocalReplicas(Driver):
             stall_timeout_s=stall_timeout_s,
             children=elsewhere.children if elsewhere is not None else None,
         )
-        self._captured = Captured(self.distribution.registry)
+        self._captured = Captured(self.distribution.registry, self.distribution.steady)
         self._random_numbers = RandomNumbers(
             recipe.first, apart=recipe.num_machines > 1, on_device=devices[0].torch_device.type != "cpu"
         )
@@ -95,7 +96,7 @@ class LocalReplicas(Driver):
         registry, tracker = self.distribution.registry, self.distribution.tracker
         self._held = ReplicaResources(self.key, self._group, registry, tracker, self._workers, self._started)
         self._hold(self._held)
-        if recipe.sync.every > 1:
+        if recipe.sync.lets_differ:
             context.readers.add(self)
 
     def begin(self) -> Replica:
@@ -214,7 +215,7 @@ class LocalReplicas(Driver):
             if self._workers.size > 1:
                 written.told.update(agreement.changed_objects(changes, self.distribution.registry.resolve))
                 self._told |= written.told
-            if self._num_alone + len(counts_here) >= self._recipe.sync.every:  # machines agree in one of the steps
+            if self._recipe.sync.agrees(self._num_alone + len(counts_here) - 1):  # in one of the steps
                 counts = self._meet_machines(own, counts_here)
             else:
                 counts = [each and self._recipe.counts_alone(each) for each in counts_here]
@@ -323,8 +324,6 @@ class LocalReplicas(Driver):
         roots = arguments.args, tuple(arguments.kwargs.values()), arguments.batches
         delivery = self._captured.prepare(function, *roots, tuple(call.changes.values()))
         parts = [arguments.part(rank, sent=True) for rank in range(1, len(self._devices))]
-        given = {id(each) for part in parts for each in part.leaves() if isinstance(each, torch.Tensor)}
-        of_batches = given - {id(each) for each in arguments.leaves()}
         unwanted = self._unwanted[:]
         del self._unwanted[: len(unwanted)]
         try:
@@ -332,13 +331,15 @@ class LocalReplicas(Driver):
                 child_calls.run,
                 [
                     (
-                        *(self.key, call, function, part, delivery),
+                        *(self.key, call, function, part, delivery if any(delivery[:2]) or delivery.dropped else None),
                         [number for owner, number in unwanted if owner == rank],
                     )
                     for rank, part in enumerate(parts, start=1)
                 ],
                 self._captured.referring(
-                    functools.partial(self.distribution.reference_in_run, given=given, parts=of_batches)
+                    functools.partial(
+                        self.distribution.reference_in_run, given=functools.partial(_given, arguments, parts)
+                    )
                 ),
             )
         except BaseException as error:
@@ -444,6 +445,12 @@ class LocalReplicas(Driver):
         except (KeyboardInterrupt, ReplicaError) as error:
             self.end(error)
             raise
+
+
+def _given(arguments: StepArguments, parts: Sequence[StepArguments]) -> GivenTensors:
+    """The tensors that are arguments of a call; those in its parts that are not in it are of batches."""
+    everyones = {id(each) for part in parts for each in part.leaves() if isinstance(each, torch.Tensor)}
+    return GivenTensors(everyones, everyones - {id(each) for each in arguments.leaves()})
 
 
 def _place_of(tensor: torch.Tensor, registry: Registry | None, device: LogicalDevice) -> LogicalDevice | None:

@@ -6,11 +6,12 @@ is what `run` sends; it has one `Step` for each pass over a batch.
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, Final
 
 from stratagem.engine.sync import SumGradients, SyncPlan
 from stratagem.errors import StrategyError
 from stratagem.objects import state_diff
+from stratagem.processes.packing import plain_bytes, plain_values
 from stratagem.variables.copies import Written
 
 _OPTIONS = {
@@ -20,6 +21,7 @@ _OPTIONS = {
 
 
 _EVERY_STEP = SumGradients()
+CHECK_COPIES_EVERY: Final = 100  # steps
 
 
 class Exchange(enum.Enum):
@@ -41,6 +43,7 @@ class Recipe:
         sync: When they agree.
         unused: What a gradient that only some replicas have means: `zero` in the others, or an `error`.
         on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
+        check_copies_every: After how many steps replicas compare their copies of the parameters; 0 for never.
         kept_on: The torch device on which variables are kept and updated once; empty if each replica updates.
         by_servers: Whether parameter servers update: replica 0 gives them the gradients, and gets new values.
         sizes: How many replicas each machine has; empty if there is one machine.
@@ -52,6 +55,7 @@ class Recipe:
     sync: SyncPlan = _EVERY_STEP
     unused: str = "zero"
     on_nonfinite: str = "skip"
+    check_copies_every: int = CHECK_COPIES_EVERY
     kept_on: str = ""
     by_servers: bool = False
     sizes: tuple[int, ...] = ()
@@ -81,6 +85,11 @@ class Recipe:
         for name, allowed in _OPTIONS.items():
             if getattr(self, name) not in allowed:
                 raise StrategyError(f"{name} is one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
+        every: Any = self.check_copies_every
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise StrategyError(
+                f"check_copies_every is a whole number of steps, or 0 for no comparison of copies, got {every!r}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,25 +135,17 @@ class Call:
         return self.steps[0].number
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # It travels in every run: most often nothing was written, and plain values cost least.
-        written = None if self.written == _NOTHING_WRITTEN else self.written
+        # It travels in every run, and most often nothing was changed or written: what is plain travels as bytes.
         steps = [(each.number, each.counts, each.sums) for each in self.steps]
-        plain = state_diff.flattened(self.surroundings)
-        return _rebuilt, (steps, self.num_alone, self.num_skipped, self.seed, self.changes, written, plain)
+        plain = steps, self.num_alone, self.num_skipped, self.seed, state_diff.flattened(self.surroundings)
+        rest = () if not self.changes and self.written == _NOTHING_WRITTEN else (self.changes, self.written)
+        return _rebuilt, (plain_bytes(plain), *rest)
 
 
 _NOTHING_WRITTEN = Written()
 
 
-def _rebuilt(
-    steps: list[tuple[Any, ...]],
-    num_alone: int,
-    num_skipped: int,
-    seed: int | None,
-    changes: state_diff.Snapshot,
-    written: Any,
-    plain: Any,
-) -> Call:
+def _rebuilt(plain: bytes, changes: state_diff.Snapshot | None = None, written: Written = _NOTHING_WRITTEN) -> Call:
+    steps, num_alone, num_skipped, seed, surroundings = plain_values(plain)
     made = tuple(Step(*each) for each in steps)
-    restored = state_diff.restored(plain)
-    return Call(made, num_alone, num_skipped, seed, changes, written or _NOTHING_WRITTEN, restored)
+    return Call(made, num_alone, num_skipped, seed, changes or {}, written, state_diff.restored(surroundings))

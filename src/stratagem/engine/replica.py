@@ -156,7 +156,7 @@ class Replica:
         for name, obj in objects.items():
             self._given.append(weakref.ref(obj))
             _integrations.adapt(obj)
-            if self.rank == 0 and self.recipe.sync.every > 1 and isinstance(obj, torch.nn.Module):
+            if self.rank == 0 and self.recipe.sync.lets_differ and isinstance(obj, torch.nn.Module):
                 obj.register_state_dict_pre_hook(context.before_read)  # type: ignore[no-untyped-call]
                 obj.register_forward_pre_hook(context.before_read)
             if isinstance(obj, torch.optim.Optimizer):
@@ -334,12 +334,21 @@ class Replica:
     @property
     def syncs(self) -> bool:
         """Whether replicas that train alone agree at the end of the step."""
-        return self._step is not None and self.num_alone + 1 >= self.recipe.sync.every
+        return self._step is not None and self.recipe.sync.agrees(self.num_alone)
 
     @property
     def meets(self) -> bool:
         """Whether replicas of all machines come together in the step, whatever else they do."""
         return self.recipe.num_machines == 1 or self.syncs
+
+    @property
+    def compared_step(self) -> int:
+        """The number of the step if replicas compare their copies of the parameters at its end; else 0."""
+        every, step = self.recipe.check_copies_every, self._step
+        if not every or step is None or self.recipe.total == 1:
+            return 0
+        # Replicas that train alone have the same only when they agree: then for all steps since they last did.
+        return step.number if step.number // every > (step.number - 1 - self.num_alone) // every else 0
 
     def run(
         self, call: Call, function: Callable[..., Any], arguments: StepArguments, keep: Callable[[Any], Any]

@@ -133,8 +133,14 @@ class SyncPlan(Protocol):
     """When replicas agree, as a strategy chooses it."""
 
     @property
-    def every(self) -> int:
-        """After how many steps they do."""
+    def lets_differ(self) -> bool:
+        """Whether replicas may differ after a step."""
+
+    def agrees(self, num_alone: int) -> bool:
+        """Whether replicas agree at the end of a step before which they have trained alone for so many.
+
+        The same in all replicas.
+        """
 
     @property
     def sums_gradients(self) -> bool:
@@ -154,8 +160,11 @@ class SumGradients:
     """
 
     mean: bool = True
-    every: int = 1
+    lets_differ: bool = dataclasses.field(default=False, init=False)
     sums_gradients: bool = dataclasses.field(default=True, init=False)
+
+    def agrees(self, num_alone: int) -> bool:
+        return True
 
     def start(self, replica: Syncing) -> Sync:
         return _Summing(replica, self.mean)
@@ -201,6 +210,13 @@ class AverageWeights:
     every: int
     outer: OuterOptimizer | None = None
     sums_gradients: bool = dataclasses.field(default=False, init=False)
+
+    @property
+    def lets_differ(self) -> bool:
+        return self.every > 1
+
+    def agrees(self, num_alone: int) -> bool:
+        return num_alone + 1 >= self.every
 
     def start(self, replica: Syncing) -> Sync:
         return _Averaging(replica, self)

@@ -1,6 +1,12 @@
 """How global batches come to the replicas."""
 
-from stratagem.inputs.distribute import Distributed, distribute, distribute_from_function, require_whole
+from stratagem.inputs.distribute import (
+    Distributed,
+    distribute,
+    distribute_from_function,
+    require_known_options,
+    require_whole,
+)
 from stratagem.inputs.drawing import MOST_STEPS, Drawing
 from stratagem.inputs.indexed import DistributedLoader
 from stratagem.inputs.iterables import DistributedStream
@@ -20,5 +26,6 @@ __all__ = [
     "Told",
     "distribute",
     "distribute_from_function",
+    "require_known_options",
     "require_whole",
 ]

@@ -1,7 +1,8 @@
 """Decides how data of each kind is distributed, and refuses what cannot be."""
 
+import difflib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from stratagem.inputs.tf_data import in_batches, is_tf_dataset
 
 Distributed = DistributedLoader | DistributedStream | OwnData
 AUTO_SHARD = ("data", "file", "off")
+_OPTIONS = ("global_batch_size", "shuffle", "uneven", "auto_shard", "batch_dim", "prefetch")
 
 
 def distribute(
@@ -102,6 +104,23 @@ def distribute(
     if isinstance(data, DataLoader) and _has_indices(data):
         return DistributedLoader(data, host, evenness)
     return DistributedStream(_feed_of(data, prefetch), host, evenness, batch_dim=batch_dim)
+
+
+def require_known_options(unknown: Mapping[str, Any]) -> None:
+    """Refuses options that `distribute` does not have, and says which to write.
+
+    Raises:
+        StrategyError: There is one.
+    """
+    for name, value in unknown.items():
+        close = difflib.get_close_matches(name, _OPTIONS, n=1)
+        if name == "batch_size":
+            hint = f"write global_batch_size={value!r}: the number of rows that all replicas together take in one step"
+        elif name in inspect.signature(DataLoader).parameters:
+            hint = f"give it to a DataLoader: strategy.distribute(DataLoader(data, {name}={value!r}, ...))"
+        else:
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(_OPTIONS)}"
+        raise StrategyError(f"distribute has no option {name!r}; {hint}")
 
 
 def distribute_from_function(

@@ -27,6 +27,7 @@ from stratagem.objects.kinds import Namespace
 from stratagem.objects.known_objects import KnownObject, Stamp
 from stratagem.objects.per_replica import Deferred, PerReplica
 from stratagem.objects.random_kinds import GIVEN_RANDOM
+from stratagem.objects.steady import Steady, stays_itself
 from stratagem.objects.token_maker import DEFINITIONS, TokenMaker, is_large
 from stratagem.processes.packing import Raw, can_be_packed, global_names, travels_by_value
 from stratagem.processes.registry import Registry, namespace_name, view_name
@@ -56,14 +57,17 @@ class Captured:
 
     Args:
         registry: The names of distributed objects, whose attributes are watched too.
+        steady: Those among them that need not be looked at one by one; whoever runs functions looks at all of them.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, steady: Steady | None = None) -> None:
         self._registry = registry
+        self._steady = steady or Steady(registry)
         self._numbers = itertools.count(1)
         self._nodes: dict[int, KnownObject] = {}  # by `id`
         self._distributed: dict[int, KnownObject] = {}  # by name
         self._seen: set[int] = set()  # distributed objects that have been looked at
+        self._seen_version = -1  # of the registry
         self._dropped: list[int] = []
         self._memory: list[tuple[int, int, int]] | None = None  # of distributed tensors: from, to, name
         self._limit = _MAX_NODES
@@ -88,7 +92,10 @@ class Captured:
     def note_run(self) -> None:
         """Notes the state after a run in this process: what steps changed lives in their replicas."""
         tokens = TokenMaker(self.name_of, self.knows)
-        for node in self._in_run:
+        reached = self._in_run
+        if not self._steady.is_so:
+            reached = list(dict.fromkeys([*reached, *self._distributed.values()]))
+        for node in reached:
             obj = node.get()
             if obj is not None and not self.is_as_before(node, obj):
                 node.state = tokens.state(node.kind, obj)
@@ -197,18 +204,27 @@ class Captured:
     def _stamp(self, identities: tuple[int, ...], used: Iterable[Any]) -> Stamp | None:
         made = Stamp(identities, [], [], [])
         for each in used:
-            if type(each) in FIXED or (type(each) is tuple and FIXED.issuperset(map(type, each))):
-                made.kept.append(each)
-            elif (node := self.node_of(each)) is not None:
+            if (node := self.node_of(each)) is not None:
                 made.known.append(node)
-            elif each in self._registry or (isinstance(each, DEFINITIONS) and not travels_by_value(each)):
+            elif not stays_itself(each, self._registry):
+                return None
+            elif each in self._registry or isinstance(each, DEFINITIONS):
                 made.alive.append(weakref.ref(each))
             else:
-                return None
+                made.kept.append(each)
         return made
 
-    def distributed(self) -> list[KnownObject]:
-        """The distributed objects whose attributes are watched."""
+    def distributed(self) -> tuple[list[KnownObject], set[type]]:
+        """The distributed objects whose attributes are to be looked at one by one, and the classes of the others."""
+        if self._seen_version != self._registry.version:
+            self._note_distributed()
+        if not self._steady.is_so:
+            return list(self._distributed.values()), set()
+        rest = self._distributed.keys() - self._steady.names
+        return [self._distributed[name] for name in sorted(rest)], self._steady.classes
+
+    def _note_distributed(self) -> None:
+        self._seen_version = self._registry.version
         live = self._registry.live()
         for name in self._seen - live.keys():
             self._distributed.pop(name, None)
@@ -221,7 +237,6 @@ class Captured:
                 known = {key for key, value in kind.read(obj).items() if not _can_change(value)}
                 tokens = kind.tokens(obj, TokenMaker(self.name_of, self.knows).token)
                 node.state = {key: token for key, token in tokens.items() if key in known}
-        return list(self._distributed.values())
 
     def take_dropped(self) -> list[int]:
         """The names of objects that are gone."""
@@ -321,14 +336,13 @@ class _Preparation:
         return list((self._looked_at | {name: node for name, (node, _) in self._new.items()}).values())
 
     def delivery(self, roots: Sequence[Any]) -> Delivery:
-        classes = set()
-        for node in self._captured.distributed():
-            if isinstance(node.kind, kinds.Module):
-                classes.add(type(node.get()))
+        nodes, classes = self._captured.distributed()
+        self._todo += classes | {type(node.get()) for node in nodes if isinstance(node.kind, kinds.Module)}
+        for node in nodes:
             self._find_changes(node)
-        self._todo += classes
-        self._todo += [each for root in roots for each in _arguments(root)]
-        for each in [each for root in roots for each in _given_generators(root)]:
+        generators: list[torch.Generator] = []
+        _follow_arguments(roots, self._todo, generators)
+        for each in generators:
             if self._captured.node_of(each) is None:
                 node = self._captured.add(each, GIVEN_RANDOM)
                 self._new[node.name] = node, each
@@ -491,20 +505,17 @@ def _can_change(value: Any) -> bool:
     return not (type(value) in FIXED or kinds.is_opaque(value))
 
 
-def _arguments(root: Any) -> list[Any]:
-    """What of a function or of its arguments is followed: values of single replicas are not."""
-    if isinstance(root, _OF_ONE_REPLICA):
-        return []
-    if type(root) is tuple or any(isinstance(each, _OF_ONE_REPLICA) for each in _tree.leaves(root)):
-        parts = root.values() if isinstance(root, dict) else root if isinstance(root, tuple | list) else ()
-        return [each for part in parts for each in _arguments(part)]
-    return [root]
-
-
-def _given_generators(root: Any) -> list[torch.Generator]:
-    """The generators of single replicas among arguments."""
-    leaves = [each for each in _tree.leaves(root) if isinstance(each, PerReplica)]
-    return [own for each in leaves for own in each.held if isinstance(own, torch.Generator)]
+def _follow_arguments(value: Any, todo: list[Any], generators: list[torch.Generator]) -> None:
+    """Finds what of a function and its arguments is followed: of values of single replicas only their generators."""
+    if isinstance(value, PerReplica):
+        generators += [own for own in value.held if isinstance(own, torch.Generator)]
+    elif type(value) in FIXED or isinstance(value, _OF_ONE_REPLICA):
+        return
+    elif type(value) is tuple or any(isinstance(each, _OF_ONE_REPLICA) for each in _tree.leaves(value)):
+        for each in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
+            _follow_arguments(each, todo, generators)
+    else:
+        todo.append(value)
 
 
 _OF_ONE_REPLICA = (PerReplica, Deferred, Raw)

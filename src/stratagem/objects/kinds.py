@@ -250,7 +250,7 @@ class Module(Kind):
     leaves_out = True
 
     def read(self, obj: Any) -> Mapping[Any, Any]:
-        own = {key: value for key, value in vars(obj).items() if key not in _NOT_OF_MODULE}
+        own = {key: value for key, value in vars(obj).items() if key not in NOT_OF_MODULE}
         if vars(obj)[_torch.MODULE_HOOKS[0]]:
             # Hooks before a call may compute a weight (pruning, old norms): each replica has its own.
             own = {key: value for key, value in own.items() if getattr(value, "grad_fn", None) is None}
@@ -292,7 +292,7 @@ class _OthersModule(Kind):
         return {
             key: value
             for key, value in getattr(obj, "__dict__", _NOTHING).items()
-            if (type(value) in PLAIN or _is_plain_sequence(value)) and key not in _NOT_OF_MODULE
+            if (type(value) in PLAIN or _is_plain_sequence(value)) and key not in NOT_OF_MODULE
         } | (
             {kind: _own_hooks(obj, kind) for kind in _torch.MODULE_HOOKS if vars(obj)[kind]}
             if isinstance(obj, torch.nn.Module)
@@ -349,7 +349,7 @@ def _put_hooks(module: torch.nn.Module, kind: str, hooks: Sequence[tuple[int, An
 
 
 _NOTHING: Mapping[str, Any] = {}
-_NOT_OF_MODULE = frozenset(
+NOT_OF_MODULE = frozenset(
     {
         *_torch.MODULE_PARTS,
         *_torch.MODULE_HOOKS,
@@ -419,9 +419,12 @@ def kind_of_distributed(obj: Any) -> Kind | None:
         return None
     if isinstance(obj, torch.optim.Optimizer):
         return None if type(obj).__module__.startswith("torch.") else _OPTIMIZER
-    if isinstance(obj, torch.nn.Module) and not isinstance(obj, tuple(kept_elsewhere)) and _is_only_its_dict(obj):
-        return _MODULE
-    return _OTHERS
+    return _MODULE if isinstance(obj, torch.nn.Module) and is_plain_module(obj) else _OTHERS
+
+
+def is_plain_module(module: torch.nn.Module) -> bool:
+    """Whether all that a module is stands in its attributes, and nobody else knows what they hold."""
+    return not isinstance(module, tuple(kept_elsewhere)) and _is_only_its_dict(module)
 
 
 _WRAPPERS: dict[Any, tuple[str, ...]] = {

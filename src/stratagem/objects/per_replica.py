@@ -141,9 +141,9 @@ class _SeveralValuesError(StrategyError, TypeError, AttributeError):
 
 
 def _refusal(value: PerReplica | None, what: str) -> _SeveralValuesError:
-    number = "all" if value is None else str(len(value))
+    whose = "all replicas" if value is None else "1 replica" if len(value) == 1 else f"{len(value)} replicas"
     return _SeveralValuesError(
-        f"{what} was asked of a PerReplica, which has the values of {number} replicas; make it one value with "
+        f"{what} was asked of a PerReplica, which has the values of {whose}; make it one value with "
         f"strategy.reduce('mean', value), take them with strategy.local_results(value), or compute with it inside the "
         f"function of strategy.run"
     )
@@ -286,9 +286,9 @@ def copied(value: Any, is_reference: Callable[[Any], bool]) -> Any:
     return _tree.map(copy, value)
 
 
-def counts_of(*values: Any) -> tuple[int, ...] | None:
+def counts_of(values: Sequence[Any]) -> tuple[int, ...] | None:
     """How many examples each replica has in the distributed batch among some values, if there is one."""
-    return next((each.counts for each in _tree.leaves(values) if isinstance(each, PerReplica) and each.counts), None)
+    return next((each.counts for each in values if isinstance(each, PerReplica) and each.counts), None)
 
 
 def reduce(op: str, value: PerReplica, axis: int | None = None, *, weighted: bool) -> Any:

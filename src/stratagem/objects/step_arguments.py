@@ -39,6 +39,7 @@ class StepArguments:
     def __init__(self, args: Any, kwargs: dict[str, Any], batches: Sequence[tuple[Any, ...]] = ((),)) -> None:
         self.args, self.kwargs, self.batches = args, kwargs, tuple(batches)
         self.under_way: int | None = None  # which step has begun, in this process
+        self._leaves: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -65,11 +66,15 @@ class StepArguments:
 
     def counts(self) -> list[tuple[int, ...] | None]:
         """How many examples each replica has in each step, where that is known."""
-        return [per_replica.counts_of(*self.of(step)) for step in range(len(self))]
+        if self.batches == ((),):
+            return [per_replica.counts_of(self.leaves())]
+        return [per_replica.counts_of(_tree.leaves(self.of(step))) for step in range(len(self))]
 
     def leaves(self) -> list[Any]:
         """All values in them."""
-        return _tree.leaves((self.args, self.kwargs, self.batches))
+        if self._leaves is None:
+            self._leaves = _tree.leaves((self.args, self.kwargs, self.batches))
+        return self._leaves
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StepArguments, (self.args, self.kwargs, self.batches)

@@ -145,6 +145,10 @@ class Placing(TorchFunctionMode):
                 first = place if first is home else first
         return first, "follows its inputs" if tensors else "not placed"
 
+    def _is_left_to_torch(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether nothing was placed and no scope is open: then two devices in one call are torch's to judge."""
+        return not scopes.state.open and not self.places.has_placed(tensors)
+
     # What is done there
 
     def _compute(
@@ -154,6 +158,13 @@ class Placing(TorchFunctionMode):
             return self._make(func, FunctionKind.MAKE_ON_HOST, args, kwargs)
         asked = self._target(func, tensors)
         place, why = (asked.place, asked.why) if asked is not None else self._follow(tensors)
+        if asked is None and self._is_left_to_torch(tensors):
+            results = func(*args, **kwargs)
+            if place is self.places.home:
+                self._settle(func, results, place, tensors)
+            if log.collectors:
+                log.note(func, tensors, results, None, place, why, [])
+            return results
         if place.lacks and place is not self.places.home and getattr(func, "__name__", "") in place.lacks:
             return self._elsewhere(func, args, kwargs, tensors, asked, place, None)
         copies = self._bring(tensors, place, func)
@@ -205,10 +216,12 @@ class Placing(TorchFunctionMode):
         """Views stay with their tensor: to move it is left to the first operation that computes."""
         tensors = [*tensors_in(args), *tensors_in(kwargs.values())]
         place = self.places.of(tensors[0]) if tensors else self.places.home
-        copies = self._bring(tensors, place, func)
+        is_torchs = self._is_left_to_torch(tensors)
+        copies = [] if is_torchs else self._bring(tensors, place, func)
         new_args, new_kwargs = replaced(args, kwargs, copies)
         results = func(*new_args, **new_kwargs)
-        self._settle(func, results, place, tensors)
+        if not is_torchs or place is self.places.home:
+            self._settle(func, results, place, tensors)
         if log.collectors:
             log.note(func, tensors, results, None, place, "a view stays with its tensor", copies)
         return results
@@ -231,7 +244,8 @@ class Placing(TorchFunctionMode):
         # Updates by hand, and counters, are where their variables are.
         if asked is not None and asked.place is not place and torch.is_grad_enabled() and subject.is_floating_point():
             self._refuse_change(func, place, asked.place)
-        copies = [] if kind_of(func) is FunctionKind.OVERWRITE else self._bring(tensors, place, func)
+        is_torchs = asked is None and self._is_left_to_torch(tensors)
+        copies = [] if is_torchs or kind_of(func) is FunctionKind.OVERWRITE else self._bring(tensors, place, func)
         new_args, new_kwargs = replaced(args, kwargs, copies)
         results = func(*new_args, **new_kwargs)
         if log.collectors:

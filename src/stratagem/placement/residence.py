@@ -254,6 +254,10 @@ class Places:
         found = self.here().by_torch.get(tensor.device)
         return self.host if found is None else found
 
+    def has_placed(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether any of some tensors is where a scope, or what a scope has placed, put it."""
+        return any(_mark_of(each) is not None for each in tensors)
+
     def vacate(self, tenant: Tenant) -> None:
         """Lets go of what is on any of them for a tenant."""
         for place in self._by_name.values():

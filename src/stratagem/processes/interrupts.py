@@ -18,34 +18,36 @@ class Interrupts:
     def __init__(self) -> None:
         self._held: list[FrameType | None] = []
         self._before: Any = None
+        self._is_allowed = False
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.getsignal(signal.SIGINT)
-        self._hold()
+            before = signal.getsignal(signal.SIGINT)
+            if callable(before):
+                self._before = before
+                signal.signal(signal.SIGINT, self._take)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._release()
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
         self._deliver()  # also in the place of another error: it is what the user wants
 
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """A part of the block in which it takes effect at once."""
-        self._release()
+        self._is_allowed = True
         try:
             self._deliver()
             yield
         finally:
-            self._hold()
+            self._is_allowed = False
 
-    def _hold(self) -> None:
-        if callable(self._before):
-            signal.signal(signal.SIGINT, lambda _, frame: self._held.append(frame))
-
-    def _release(self) -> None:
-        if callable(self._before):
-            signal.signal(signal.SIGINT, self._before)
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._is_allowed:
+            self._before(number, frame)
+        else:
+            self._held.append(frame)
 
     def _deliver(self) -> None:
         if self._held:

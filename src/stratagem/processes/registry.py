@@ -6,6 +6,7 @@ is told to the children, which drop theirs. In a child it holds that child's own
 
 import types
 import weakref
+from collections.abc import Iterable, Set
 from typing import Any, final
 
 import torch
@@ -49,10 +50,18 @@ class Registry:
         self._objects: dict[int, Any] = {}
         self._names: dict[int, int] = {}
         self._dropped: list[int] = []
+        self.version = 0
+        """Another one after each object that comes or goes."""
+
+    @property
+    def names(self) -> Set[int]:
+        """Those of all objects."""
+        return self._objects.keys()
 
     def add(self, name: int, obj: Any) -> None:
         """Enters an object; from now on it travels as its name."""
         key = id(obj)
+        self.version += 1
         self._names[key] = name
         self._objects[name] = obj if self._keeps else weakref.ref(obj, lambda _: self._drop(name, key))
 
@@ -89,10 +98,15 @@ class Registry:
         whole = self.resolve(name).detach().view(dtype)
         return whole.as_strided(shape, stride, whole.storage_offset() + offset)  # type: ignore[no-any-return]
 
-    def live(self) -> dict[int, Any]:
-        """All objects that still exist, by name."""
-        found = {name: self.resolve(name) for name in list(self._objects)}
+    def live(self, names: Iterable[int] | None = None) -> dict[int, Any]:
+        """The objects of these names that still exist, by name; by default all."""
+        found = {name: self.resolve(name) for name in list(self._objects if names is None else names)}
         return {name: obj for name, obj in found.items() if obj is not None}
+
+    def without_name(self, objects: Iterable[Any]) -> list[Any]:
+        """Those of some objects that are not in it."""
+        names = self._names
+        return [each for each in objects if id(each) not in names]
 
     def take_dropped(self) -> list[int]:
         """The names of objects that ceased to exist since the last call."""
@@ -103,6 +117,7 @@ class Registry:
         return id(obj) in self._names
 
     def _drop(self, name: int, key: int) -> None:
+        self.version += 1
         self._objects.pop(name, None)
         if self._names.get(key) == name:
             del self._names[key]

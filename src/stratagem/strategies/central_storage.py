@@ -7,7 +7,7 @@ from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
 from stratagem.engine.lockstep import LocalReplicas
-from stratagem.engine.recipe import Recipe
+from stratagem.engine.recipe import CHECK_COPIES_EVERY, Recipe
 from stratagem.strategies.replicated import Replicated, choose_devices, choose_exchange, driven_here, summed
 
 
@@ -26,6 +26,8 @@ class CentralStorageStrategy(Replicated[LocalReplicas]):
             for sums over rows that the program divides by the global batch itself, which `mean` would divide again.
         unused: What a parameter that only some replicas used means: `zero` gradients, or an `error`.
         on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
+        check_copies_every: After how many steps accelerators make sure that their copies are still the same; a
+            `DriftError` says which are not. 0 for never.
         stall_timeout_s: How long replicas wait for another before it counts as stalled.
     Raises:
         DeviceError: A device is named twice or does not exist.
@@ -48,6 +50,7 @@ class CentralStorageStrategy(Replicated[LocalReplicas]):
         gradients: str = "mean",
         unused: str = "zero",
         on_nonfinite: str = "skip",
+        check_copies_every: int = CHECK_COPIES_EVERY,
         stall_timeout_s: float = 60.0,
     ) -> None:
         chosen = choose_devices("CentralStorageStrategy", compute_devices)
@@ -58,6 +61,7 @@ class CentralStorageStrategy(Replicated[LocalReplicas]):
             summed(gradients),
             unused,
             on_nonfinite,
+            check_copies_every,
             kept_on=str(kept_on.torch_device if kept_on else "cpu"),
         )
         self._parameter_device = kept_on

@@ -10,7 +10,7 @@ from stratagem.devices.lookup import DeviceLike
 from stratagem.engine import context
 from stratagem.engine.joining_machines import join_workers, note_member, require_resolver
 from stratagem.engine.lockstep import LocalReplicas
-from stratagem.engine.recipe import Exchange, Recipe
+from stratagem.engine.recipe import CHECK_COPIES_EVERY, Exchange, Recipe
 from stratagem.engine.sync import AverageWeights, OuterOptimizer
 from stratagem.errors import StrategyError
 from stratagem.strategies.replicated import Replicated, driven_here
@@ -42,6 +42,8 @@ class LocalSGDStrategy(Replicated[LocalReplicas]):
         devices: Where the replicas of this worker compute; by default all logical devices of the best kind.
         cluster_resolver: Who takes part; by default what the environment says.
         on_nonfinite: What a gradient that is not finite does to the step of its replica: `skip`, `raise` or `apply`.
+        check_copies_every: After how many steps replicas that have just agreed make sure that they have the same
+            weights; a `DriftError` says which differ. 0 for never.
         stall_timeout_s: How long replicas of one machine wait for another before it counts as stalled.
         join_timeout_s: How long to wait for all workers to come.
         heartbeat_timeout_s: How long a worker whose machine answers may give no sign of life before it is lost; by
@@ -68,6 +70,7 @@ class LocalSGDStrategy(Replicated[LocalReplicas]):
         *,
         cluster_resolver: Resolver | None = None,
         on_nonfinite: str = "skip",
+        check_copies_every: int = CHECK_COPIES_EVERY,
         stall_timeout_s: float = 60.0,
         join_timeout_s: float = 60.0,
         heartbeat_timeout_s: float | None = None,
@@ -87,13 +90,20 @@ class LocalSGDStrategy(Replicated[LocalReplicas]):
             )
         chosen = this_process().select(devices)
         plan = AverageWeights(sync_every, outer_optimizer)
-        recipe = Recipe(len(chosen), Exchange.COLLECTIVE, plan, on_nonfinite=on_nonfinite)
+        recipe = Recipe(
+            len(chosen), Exchange.COLLECTIVE, plan, on_nonfinite=on_nonfinite, check_copies_every=check_copies_every
+        )
         self._resolver = require_resolver(cluster_resolver)
         workers = join_workers(
             type(self).__name__,
             self._resolver,
             len(chosen),
-            {"sync_every": sync_every, "on_nonfinite": on_nonfinite, "outer": outer_optimizer is not None},
+            {
+                "sync_every": sync_every,
+                "on_nonfinite": on_nonfinite,
+                "check_copies_every": check_copies_every,
+                "outer": outer_optimizer is not None,
+            },
             join_timeout_s=join_timeout_s,
             heartbeat_timeout_s=heartbeat_timeout_s,
             worker_timeout_s=worker_timeout_s,

@@ -5,7 +5,7 @@ from typing import final
 
 from stratagem.devices.lookup import DeviceLike
 from stratagem.engine.lockstep import LocalReplicas
-from stratagem.engine.recipe import Recipe
+from stratagem.engine.recipe import CHECK_COPIES_EVERY, Recipe
 from stratagem.strategies.replicated import Replicated, choose_devices, choose_exchange, driven_here, summed
 
 
@@ -30,6 +30,8 @@ class MirroredStrategy(Replicated[LocalReplicas]):
             `to_one`: the same, but summed in replica 0 and sent back; simple and slow. `auto` takes
             `shared_memory` on the CPU and `torch` on accelerators, and with a warning in containers that
             hide a process' page map, without which memory cannot be shared this way.
+        check_copies_every: After how many steps replicas that have copies of their own (`torch`, `to_one`) make sure
+            that those are still the same; a `DriftError` says which are not. 0 for never.
         stall_timeout_s: How long replicas wait for another before it counts as stalled.
     Raises:
         DeviceError: `devices` is empty, names one twice or one that does not exist.
@@ -52,8 +54,16 @@ class MirroredStrategy(Replicated[LocalReplicas]):
         unused: str = "zero",
         on_nonfinite: str = "skip",
         cross_device_ops: str = "auto",
+        check_copies_every: int = CHECK_COPIES_EVERY,
         stall_timeout_s: float = 60.0,
     ) -> None:
         chosen = choose_devices("MirroredStrategy", devices)
-        recipe = Recipe(len(chosen), choose_exchange(cross_device_ops, chosen), summed(gradients), unused, on_nonfinite)
+        recipe = Recipe(
+            len(chosen),
+            choose_exchange(cross_device_ops, chosen),
+            summed(gradients),
+            unused,
+            on_nonfinite,
+            check_copies_every,
+        )
         super().__init__(chosen, driven_here(chosen, recipe, stall_timeout_s))

@@ -15,7 +15,7 @@ from stratagem.engine import context
 from stratagem.engine.joining_machines import join_workers, note_member, require_resolver
 from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.ray.ray_workers import RayWorkers
-from stratagem.engine.recipe import Exchange, Recipe
+from stratagem.engine.recipe import CHECK_COPIES_EVERY, Exchange, Recipe
 from stratagem.errors import StrategyError
 from stratagem.strategies.replicated import Replicated, choose_exchange, driven_here, summed
 
@@ -42,6 +42,8 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
         unused: What a parameter that only some replicas used means: `zero` gradients, or an `error`.
         on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
         cross_device_ops: How gradients travel inside a machine, as in `MirroredStrategy`.
+        check_copies_every: After how many steps replicas make sure that their copies of the parameters are still the
+            same; a `DriftError` says which are not. 0 for never.
         stall_timeout_s: How long replicas of one machine wait for another before it counts as stalled.
         join_timeout_s: How long to wait for all workers to come.
         heartbeat_timeout_s: How long a worker whose machine answers may give no sign of life before it is lost; by
@@ -70,6 +72,7 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
         unused: str = "zero",
         on_nonfinite: str = "skip",
         cross_device_ops: str = "auto",
+        check_copies_every: int = CHECK_COPIES_EVERY,
         stall_timeout_s: float = 60.0,
         join_timeout_s: float = 60.0,
         heartbeat_timeout_s: float | None = None,
@@ -84,7 +87,9 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
         self._ray: RayWorkers | None = None
         if cluster is not None:
             _check_with_ray(cluster, devices, cluster_resolver, cross_device_ops)
-            recipe = Recipe(cluster.num_workers, Exchange.TORCH, summed(gradients), unused, on_nonfinite)
+            recipe = Recipe(
+                cluster.num_workers, Exchange.TORCH, summed(gradients), unused, on_nonfinite, check_copies_every
+            )
             self._ray = RayWorkers(cluster, join_timeout_s=join_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
             atexit.register(weakref.finalize(self, self._ray.drop))  # now, and so before Ray itself takes leave
             new = functools.partial(self._ray.new_replicas, recipe=recipe, stall_timeout_s=stall_timeout_s)
@@ -92,13 +97,18 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
             return
         chosen = this_process().select(devices)
         exchange = choose_exchange(cross_device_ops, chosen)
-        recipe = Recipe(len(chosen), exchange, summed(gradients), unused, on_nonfinite)
+        recipe = Recipe(len(chosen), exchange, summed(gradients), unused, on_nonfinite, check_copies_every)
         self._resolver = require_resolver(cluster_resolver)
         workers = join_workers(
             type(self).__name__,
             self._resolver,
             len(chosen),
-            {"gradients": gradients, "unused": unused, "on_nonfinite": on_nonfinite},
+            {
+                "gradients": gradients,
+                "unused": unused,
+                "on_nonfinite": on_nonfinite,
+                "check_copies_every": check_copies_every,
+            },
             join_timeout_s=join_timeout_s,
             heartbeat_timeout_s=heartbeat_timeout_s,
             worker_timeout_s=worker_timeout_s,

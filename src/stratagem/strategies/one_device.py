@@ -110,6 +110,12 @@ class OneDeviceStrategy(SingleReplica):
     def devices(self) -> tuple[LogicalDevice, ...]:
         return (self._device,)
 
+    def take(self, objects: Sequence[Any]) -> None:
+        """Tensors that were made elsewhere, as Keras does by its own rules, come to the device."""
+        for tensor in objects:
+            if isinstance(tensor, torch.Tensor) and tensor.device != self._device.torch_device:
+                tensor.data = tensor.data.to(self._device.torch_device)
+
     def _compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As in any replica: what a step takes comes to its device, what it gives to the program."""
         device = self._device.torch_device

@@ -159,6 +159,7 @@ class ClusterTask(Strategy):
             len(self._devices),
             choose_exchange("auto", self._devices),
             on_nonfinite="apply",  # `ServedVariables` looks at them
+            check_copies_every=0,  # all get what comes from the servers
             kept_on="cpu",
             by_servers=True,
         )

@@ -86,7 +86,15 @@ class Strategy(StaysHere, ABC):
         self.require_usable()
         self.require_call(fn, args, kwargs, num_steps)
         if num_steps is None:
-            return self._run(fn, StepArguments(tuple(args), dict(kwargs or {})))[0]
+            given = tuple(args)
+            try:
+                return self._run(fn, StepArguments(given, dict(kwargs or {})))[0]
+            except TypeError as error:
+                if misfit := _misfit(fn, given, kwargs):
+                    error.add_note(misfit)
+                raise
+        if not isinstance(args, inputs.Pass) and (misfit := _misfit(fn, args, kwargs)):
+            raise StrategyError(misfit)
         return run_steps(self._run, fn, inputs.Drawing(args, dict(kwargs or {}), num_steps), self._most_steps)
 
     @abstractmethod
@@ -175,6 +183,7 @@ class Strategy(StaysHere, ABC):
         auto_shard: str = "data",
         batch_dim: inputs.BatchDim = 0,
         prefetch: bool = False,
+        **unknown: Any,
     ) -> inputs.Distributed:
         """Gives each replica its slice of every global batch.
 
@@ -198,6 +207,7 @@ class Strategy(StaysHere, ABC):
             prefetch: For iterables, generators and functions: whether a thread reads the next batch while replicas
                 compute; not where reading draws from the random numbers of torch, numpy or Python. What replicas load
                 by index is read ahead anyway.
+            unknown: Refused, with the option to write instead.
 
         Example, with files (one worker of two gets `part-0` and `part-2`)::
 
@@ -215,6 +225,7 @@ class Strategy(StaysHere, ABC):
         """
         context.require_controller("strategy.distribute()")
         self.require_usable()
+        inputs.require_known_options(unknown)
         return inputs.distribute(
             data,
             self,
@@ -495,6 +506,26 @@ def run_steps(
         drawing.note_done(len(done))
         results += done
     return results
+
+
+def _misfit(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> str:
+    """Says that a function does not take these arguments, and what to write; nothing if it does."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # one of C, which does not say
+        return ""
+    try:
+        signature.bind(*args, **(kwargs or {}))
+    except TypeError as error:
+        name = f"{getattr(fn, '__name__', type(fn).__name__)}({', '.join(signature.parameters)})"
+        words = f"run calls {name} with {len(args)} argument(s) in args, and that does not fit: {error}"
+        (only,) = args if len(args) == 1 else (None,)
+        if isinstance(only, inputs.Pass):
+            return f"{words}; args=(iterator,) is one argument, the whole batch: write args=iterator for its parts"
+        if isinstance(only, tuple | list):
+            return f"{words}; args=(batch,) is one argument, the whole batch: write args=batch for its parts"
+        return f"{words}; write run(step, args=(x, y)), with as many arguments as the function takes"
+    return ""
 
 
 def require_adoptable(objects: tuple[Any, ...]) -> None:

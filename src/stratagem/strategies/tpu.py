@@ -1,6 +1,6 @@
 """All TPUs of this machine, in agreement after every step: as one program, or as a replica on each.
 
-Which of the two follows from the library that lets torch see them. `docs/decisions/0029-tpu.md` says what a step means.
+Which of the two follows from the library that lets torch see them. `docs/decisions/0030-tpu.md` says what a step means.
 """
 
 import contextlib

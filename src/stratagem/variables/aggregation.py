@@ -1,12 +1,13 @@
 """How the values that replicas have of one variable become one; `sg.aggregate` chooses it for a buffer."""
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, final
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol, final
 
 import torch
 
-from stratagem.collectives.collective import Collective
+from stratagem.collectives.collective import Collective, combine
 from stratagem.collectives.differentiable import neutral
 from stratagem.errors import StrategyError
 from stratagem.variables.buffers import Held, held_by
@@ -134,12 +135,28 @@ def joined(
     return collective.broadcast(now, first)
 
 
+class Joining(NamedTuple):
+    """One replica, as it takes part in a sum that joins buffers.
+
+    Attributes:
+        rank: Its number.
+        size: How many there are.
+        share: Its weight in a mean; 0 if it has no examples, so that what it has counts for nothing.
+        is_first: Whether it is the first with examples.
+    """
+
+    rank: int
+    size: int
+    share: float
+    is_first: bool
+
+
+Buffer = tuple[torch.Tensor, torch.Tensor]
+"""A buffer, and what all had in it."""
+
+
 def join_in_one_sum(
-    sum_up: Callable[[torch.Tensor], torch.Tensor],
-    means: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    firsts: Sequence[torch.Tensor],
-    share: float,
-    is_first: bool,
+    sum_up: Callable[[torch.Tensor], torch.Tensor], buffers: Mapping[Aggregation, Sequence[Buffer]], replica: Joining
 ) -> None:
     """Gives buffers the value of all replicas, in place, without a look at any; every one must come here.
 
@@ -147,65 +164,149 @@ def join_in_one_sum(
 
     Args:
         sum_up: Sums a flat tensor over the replicas.
-        means: Buffers that become the mean, each with what all had.
-        firsts: Those that become what the first replica with examples has.
-        share: The weight of this replica in a mean; 0 if it has no examples.
-        is_first: Whether it is that first one.
+        buffers: Which become what.
+        replica: This one.
     """
-    numbers = [*_numbers_of_means(means, share), *_numbers_of_firsts(firsts, is_first)]
-    parts = iter(torch.split(sum_up(torch.cat(numbers)), [each.numel() for each in numbers]))
-    if means:
-        finite, weight, infinite, changes = (next(parts) for _ in range(4))
-        mean = torch.where((infinite != 0) & (weight > 0), finite / weight, finite + infinite)
-        before = _flat_doubles(before for _, before in means)
-        _give_out(torch.where(changes == 0, before, mean), [now for now, _ in means])
-    for each in firsts:
-        high, low = next(parts).to(torch.int64), next(parts).to(torch.int64)
-        bits = _bits_of(each)
-        whole = (high * 2**_HALF_BITS + low).to(bits.dtype).view(bits.shape)
-        each.copy_(torch.view_as_complex(_seen_as(whole, each)) if each.is_complex() else _seen_as(whole, each))
+    parts: list[_JoinedPart] = (
+        [_JoinedMeans(buffers[Aggregation.MEAN], replica.share)] if buffers.get(Aggregation.MEAN) else []
+    )
+    parts += [
+        _KINDS[how](buffer, replica, how)
+        for how, of_kind in buffers.items()
+        if how is not Aggregation.MEAN
+        for buffer in of_kind
+    ]
+    rows = [row for part in parts for row in part.rows]
+    sums = iter(torch.split(sum_up(torch.cat(rows)), [each.numel() for each in rows]))
+    for part in parts:
+        part.take(*itertools.islice(sums, len(part.rows)))
 
 
-def _numbers_of_means(means: Sequence[tuple[torch.Tensor, torch.Tensor]], share: float) -> list[torch.Tensor]:
+class _JoinedPart(Protocol):
+    """Some buffers in a sum of rows of float64.
+
+    Attributes:
+        rows: What this replica adds.
+    """
+
+    rows: list[torch.Tensor]
+
+    def take(self, *sums: torch.Tensor) -> None:
+        """Gives the buffers what came of it."""
+
+
+@final
+class _JoinedMeans:
     """What is finite, its weight, what is not, and where anything has changed: what nobody changed keeps its bits."""
-    if not means:
-        return []
-    now, before = _flat_doubles(each for each, _ in means), _flat_doubles(each for _, each in means)
-    if not share:
-        return [torch.zeros_like(now)] * 4
-    is_infinite = now.isinf()
-    changed = (now != before) & ~(now.isnan() & before.isnan())
-    finite, infinite = now.masked_fill(is_infinite, 0.0), now.masked_fill(~is_infinite, 0.0)
-    return [finite * share, (~is_infinite).double() * share, infinite, changed.double()]
+
+    def __init__(self, buffers: Sequence[Buffer], share: float) -> None:
+        self._buffers = buffers
+        now, self._before = _flat_doubles(each for each, _ in buffers), _flat_doubles(each for _, each in buffers)
+        if not share:
+            self.rows = [torch.zeros_like(now)] * 4
+            return
+        is_infinite = now.isinf()
+        changed = (now != self._before) & ~(now.isnan() & self._before.isnan())
+        finite, infinite = now.masked_fill(is_infinite, 0.0), now.masked_fill(~is_infinite, 0.0)
+        self.rows = [finite * share, (~is_infinite).double() * share, infinite, changed.double()]
+
+    def take(self, *sums: torch.Tensor) -> None:
+        finite, weight, infinite, changes = sums
+        mean = torch.where((infinite != 0) & (weight > 0), finite / weight, finite + infinite)
+        targets = [now for now, _ in self._buffers]
+        parts = torch.split(torch.where(changes == 0, self._before, mean), [each.numel() for each in targets])
+        for each, part in zip(targets, parts, strict=True):
+            each.copy_(part.view(each.shape))
 
 
-def _numbers_of_firsts(firsts: Sequence[torch.Tensor], is_first: bool) -> list[torch.Tensor]:
-    """The bits of values in two halves, each of which a float64 holds as it is; zeros in all replicas but the first."""
-    numbers = []
-    for each in firsts:
-        bits = _bits_of(each).reshape(-1).to(torch.int64)
-        high = bits >> _HALF_BITS
-        halves = [high, bits - high * 2**_HALF_BITS]
-        numbers += [half.double() if is_first else torch.zeros_like(half, dtype=torch.float64) for half in halves]
-    return numbers
+@final
+class _JoinedFirst:
+    """The bits of one replica's values; zeros in the others."""
+
+    def __init__(self, buffer: Buffer, replica: Joining, how: Aggregation) -> None:
+        self._now, _ = buffer
+        halves = _halves(bits_of(self._now).reshape(-1).to(torch.int64))
+        self.rows = halves if replica.is_first else [torch.zeros_like(half) for half in halves]
+
+    def take(self, *sums: torch.Tensor) -> None:
+        self._now.copy_(_with_bits(_whole(*sums), self._now))
 
 
-def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
+@final
+class _JoinedSum:
+    """What each replica has added to what all had; whole numbers as halves, whose sums are exact."""
+
+    def __init__(self, buffer: Buffer, replica: Joining, how: Aggregation) -> None:
+        self._now, self._before = buffer
+        self._is_number = self._now.is_floating_point() or self._now.is_complex()
+        before, now = self._seen(self._before, self._now)
+        change = _change(before, now, torch.float64 if self._is_number else torch.int64)
+        change = (change if replica.share else torch.zeros_like(change)).reshape(-1)
+        self.rows = [change] if self._is_number else _halves(change)
+
+    def take(self, *sums: torch.Tensor) -> None:
+        total = sums[0] if self._is_number else _whole(*sums)
+        before, now = self._seen(self._before, self._now)
+        now.copy_((before.to(total.dtype) + total.view(before.shape)).to(now.dtype))
+
+    @staticmethod
+    def _seen(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
+
+
+@final
+class _JoinedExtreme:
+    """The bits of every replica's values, each in its own place; what is wanted of them each finds itself."""
+
+    def __init__(self, buffer: Buffer, replica: Joining, how: Aggregation) -> None:
+        self._now, self._how, self._size = buffer[0], how, replica.size
+        own = self._now if replica.share else neutral(self._now, how)
+        halves = _halves(bits_of(own).reshape(-1).to(torch.int64))
+        self.rows = [torch.zeros(replica.size, half.numel(), dtype=half.dtype, device=half.device) for half in halves]
+        for row, half in zip(self.rows, halves, strict=True):
+            row[replica.rank] = half
+        self.rows = [row.view(-1) for row in self.rows]
+
+    def take(self, *sums: torch.Tensor) -> None:
+        everyones = _whole(*sums).view(self._size, -1)
+        self._now.copy_(combine([_with_bits(each, self._now) for each in everyones], self._how))
+
+
+_KINDS: Final[Mapping[Aggregation, Callable[[Buffer, Joining, Aggregation], _JoinedPart]]] = {
+    Aggregation.FIRST: _JoinedFirst,
+    Aggregation.SUM: _JoinedSum,
+    Aggregation.MIN: _JoinedExtreme,
+    Aggregation.MAX: _JoinedExtreme,
+}
+
+
+def _halves(numbers: torch.Tensor) -> list[torch.Tensor]:
+    """Whole numbers in two halves, each of which a float64 holds as it is."""
+    high = numbers >> _HALF_BITS
+    return [high.double(), (numbers - high * 2**_HALF_BITS).double()]
+
+
+def _whole(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    upper: torch.Tensor = high.to(torch.int64) * 2**_HALF_BITS
+    return upper + low.to(torch.int64)
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor's values, one after the other, as whole numbers."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.contiguous().view(_BITS[real.itemsize])
 
 
-def _seen_as(bits: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return bits.view(like.dtype.to_real() if like.is_complex() else like.dtype)
+def _with_bits(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What has these bits, in the form of a tensor."""
+    bits = bits_of(like)
+    whole = numbers.to(bits.dtype).view(bits.shape)
+    seen: torch.Tensor = whole.view(like.dtype.to_real() if like.is_complex() else like.dtype)
+    return torch.view_as_complex(seen) if like.is_complex() else seen
 
 
 def _flat_doubles(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([each.reshape(-1) for each in tensors]).double()
-
-
-def _give_out(row: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    for each, part in zip(targets, torch.split(row, [each.numel() for each in targets]), strict=True):
-        each.copy_(part.view(each.shape))
 
 
 def with_infinite_left_out(

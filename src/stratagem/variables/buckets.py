@@ -37,12 +37,23 @@ class Buckets:
         replica: The replica.
         start_sum: How flat tensors are summed.
         spoil: Called when a pass fails whose sums have begun.
+        ask: What else the host wants to know of the device: truth values on it. They are read where the host waits for
+            the device anyway, once in a pass.
+        answer: Called with them.
     """
 
-    def __init__(self, replica: Participant, start_sum: StartSum, spoil: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        replica: Participant,
+        start_sum: StartSum,
+        spoil: Callable[[], None],
+        ask: Callable[[], Sequence[torch.Tensor]],
+        answer: Callable[[Sequence[bool]], None],
+    ) -> None:
         self._replica = replica
         self._start_sum = start_sum
         self._spoil = spoil
+        self._ask, self._answer = ask, answer
         self._known: dict[int, _BucketMember] = {}
         self._wanted: list[bool] | None = None
         self._buckets: list[_Bucket] = []
@@ -131,13 +142,22 @@ class Buckets:
         sums = [bucket.take_sum() for bucket in self._buckets if bucket.wait_for_sum is not None]
         self._alone = {name: wait() for name, wait in late.items()}
         is_judged = self._replica.recipe.on_nonfinite != "apply"
-        is_finite = not is_judged or _are_finite([*sums, *self._alone.values()])
+        is_finite = not is_judged or self._are_finite([*sums, *self._alone.values()])
         self._replica.signals.waited_s += time.monotonic() - start
         return Summed({name for name, state in found.items() if state}, is_finite, bool(any_sparse))
 
-    def total(self, name: int) -> torch.Tensor:
+    def _are_finite(self, rows: Sequence[torch.Tensor]) -> bool:
+        """One number shows for many whether any is not finite; only then is it worth looking at each."""
+        if not rows:
+            return True
+        looks = [row.sum().isfinite() for row in rows]
+        found = torch.stack([*looks, *self._ask()]).tolist()
+        self._answer(found[len(rows) :])
+        return all(found[: len(rows)]) or all(bool(row.isfinite().all()) for row in rows)
+
+    def totals(self, names: Sequence[int]) -> list[torch.Tensor]:
         # No view to autograd: the program may call `detach_()`, and what it writes to one changes no other's version.
-        return self._bucket_of[name].slot(name, self._alone.get(name)).data
+        return [self._bucket_of[name].slot(name, self._alone.get(name)).data for name in names]
 
     def end(self) -> None:
         for bucket in self._buckets:
@@ -317,11 +337,3 @@ def _packed(members: Mapping[int, _BucketMember]) -> list[_Bucket]:
             filled.append(open_.pop(kind))
             sizes[kind] = 0
     return [_Bucket(each) for each in (*filled, *open_.values())]
-
-
-def _are_finite(rows: Sequence[torch.Tensor]) -> bool:
-    """One number shows for many whether any is not finite; only then is it worth looking at each."""
-    if not rows:
-        return True
-    looks = torch.stack([row.sum().isfinite() for row in rows])
-    return bool(looks.all()) or all(bool(row.isfinite().all()) for row in rows)

@@ -6,10 +6,11 @@ from typing import Any, Final, final
 import torch
 
 from stratagem import _torch
-from stratagem.variables.ledger import is_as_marked, mark
+from stratagem.variables.marks import is_as_marked, mark
 
 _LOOK_EVERY: Final = 100  # steps: how often values are looked at, whatever torch has counted
 _MOST_KNOWN: Final = 64
+_SMALL: Final = 2**16  # elements: smaller buffers are looked at together
 
 Held = tuple[torch.nn.Module, str, torch.Tensor]
 
@@ -45,9 +46,10 @@ class BufferChanges:
     """Finds buffers that were written to since all replicas had the same in them.
 
     On the CPU they are compared with what they were. On other devices the host would have to wait for each
-    comparison: torch's count of writes tells instead. It does not count what kernels of normalization do, so that
-    values are looked at when other buffers were written to than in any step before, and now and then. What was found
-    once to be written to without being counted is taken for written to from then on.
+    comparison: torch's count of writes tells instead. It does not count what kernels of normalization do. Where a pass
+    waits for the device anyway, it also asks whether any of those not counted has changed (`suspicion`); else values
+    are looked at when other buffers were written to than in any step before, and now and then. What was found once to
+    be written to without being counted is taken for written to from then on.
 
     Args:
         device: Where the buffers are.
@@ -61,6 +63,7 @@ class BufferChanges:
         self._uncounted: set[int] = set()
         self._known: set[frozenset[int]] = set()
         self._num_steps = self._num_runs = 0
+        self._is_suspected = False
 
     def add(self, buffer: torch.Tensor) -> None:
         """Prepares for a buffer, of which nothing is noted yet."""
@@ -85,13 +88,37 @@ class BufferChanges:
         """Nobody knows what they were."""
         self.before, self._marks = {}, {}
 
+    def suspicion(self, buffers: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+        """Whether any buffer of which torch counts no write has changed, on the device; `None` if there is none."""
+        if self._compares:
+            return None
+        counted = self._counted(buffers)
+        left = [
+            (each.detach().reshape(-1), self.before[name].reshape(-1))
+            for name, each in buffers.items()
+            if name not in counted and name not in self._uncounted and _have_one_form(each, self.before.get(name))
+        ]
+        small: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for pair in left:
+            if pair[0].numel() <= _SMALL:
+                small.setdefault(pair[0].dtype, []).append(pair)
+        together = [tuple(map(torch.cat, zip(*pairs, strict=True))) for pairs in small.values()]
+        large = [pair for pair in left if pair[0].numel() > _SMALL]
+        differ = [(now != before).any() for now, before in (*together, *large)]
+        return torch.stack(differ).any() if differ else None
+
+    def suspect(self, is_written: bool) -> None:
+        """Takes the answer: the end of the step looks at each, if any was written to without being counted."""
+        self._is_suspected |= is_written
+
     def in_step(self, buffers: Mapping[int, torch.Tensor]) -> set[int]:
         """Those that a step has written to, or may have."""
         if self._compares:
             return self._differing(buffers)
         self._num_steps += 1
         counted = frozenset(self._counted(buffers))
-        if self._num_steps % _LOOK_EVERY == 0 or counted not in self._known:
+        if self._is_suspected or self._num_steps % _LOOK_EVERY == 0 or counted not in self._known:
+            self._is_suspected = False
             self._uncounted |= self._differing({name: each for name, each in buffers.items() if name not in counted})
             self._known = self._known | {counted} if len(self._known) < _MOST_KNOWN else {counted}
         return set(counted) | (self._uncounted & buffers.keys())

@@ -7,6 +7,7 @@ parameters has no gradient, or one that lies elsewhere, and as long as their cou
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -77,7 +78,8 @@ class FlatRange:
         self.state: dict[str, torch.Tensor] = {}
         self._counts: list[torch.Tensor] = []  # what every parameter has for itself, such as its number of steps
         self._sum_of = sum_of
-        self._expected: list[tuple[int, int, tuple[int, ...]]] = []  # where gradients are expected, and their strides
+        self._numbers = [part.number for part in parts]
+        self._expected: list[tuple[int, tuple[int, ...]]] = []  # where gradients are expected, and their strides
         self._differs = False
         if len(parts) > 1:
             self._join_state(slots)
@@ -101,15 +103,14 @@ class FlatRange:
         """
         if len(self.parts) == 1:
             return False
-        if any(parameters[part.number].grad is None for part in self.parts):
+        gradients: list[Any] = [parameters[number].grad for number in self._numbers]
+        if type(None) in set(map(type, gradients)):
             self._differs = bool(self._counts)  # whatever else keeps this update from taking all
             return False
         if not self._finds_gradients():
             return False
-        for number, address, stride in self._expected:
-            gradient: Any = parameters[number].grad
-            if gradient.layout is not torch.strided or gradient.data_ptr() != address or gradient.stride() != stride:
-                return False
+        if set(map(_layout, gradients)) != {torch.strided} or list(map(_where, gradients)) != self._expected:
+            return False
         self._differs = self._differs and any(bool((each != each[0]).any()) for each in self._counts)
         return not self._differs
 
@@ -117,9 +118,7 @@ class FlatRange:
         if not self._expected and (flat := self._sum_of(self._store)) is not None:
             self.tensor.grad = flat[self._start : self._end]
             start, itemsize = flat.data_ptr(), flat.dtype.itemsize
-            self._expected = [
-                (each.number, start + each.placement.offset * itemsize, each.placement.stride) for each in self.parts
-            ]
+            self._expected = [(start + each.placement.offset * itemsize, each.placement.stride) for each in self.parts]
         return bool(self._expected)
 
     def note_update(self) -> None:
@@ -161,3 +160,10 @@ def _is_next_cell(one: SlotCell, other: SlotCell, distance: int, slots: Slots) -
     if one.shape or other.shape or other.offset - one.offset != one.dtype.itemsize:
         return False
     return bool(slots.cell(one) == slots.cell(other))
+
+
+_layout = operator.attrgetter("layout")
+
+
+def _where(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.stride()

@@ -11,8 +11,11 @@ How sums travel is up to a `Transport`: windows of shared memory, or buckets of 
 Without one every replica trains alone, and all gradients are LOCAL.
 """
 
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from operator import call
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
@@ -22,6 +25,7 @@ from stratagem.collectives import differentiable
 from stratagem.collectives.collective import Collective, is_finite
 from stratagem.errors import StrategyError
 from stratagem.variables import sparse
+from stratagem.variables.marks import Marks
 from stratagem.variables.participant import Participant
 from stratagem.variables.written import are_alike
 
@@ -51,8 +55,8 @@ class Transport(Protocol):
     def sum(self, gradients: Mapping[int, torch.Tensor]) -> Summed:
         """Sums this replica's own gradients, by name, with those of the others; every replica must come here."""
 
-    def total(self, name: int) -> torch.Tensor:
-        """The sum of one gradient, formed like its parameter, as a tensor of its own."""
+    def totals(self, names: Sequence[int]) -> Iterable[torch.Tensor]:
+        """The sums of some gradients, each formed like its parameter, as a tensor of its own."""
 
     def end(self) -> None:
         """The sums have been given out."""
@@ -64,21 +68,6 @@ class Transport(Protocol):
 def gather_numbers(collective: Collective, numbers: Sequence[int]) -> torch.Tensor:
     """The small numbers of all replicas, a row for each."""
     return torch.stack(collective.all_gather(torch.tensor(numbers, dtype=torch.int64)))
-
-
-def mark(tensor: torch.Tensor | None) -> Any:
-    """What `is_as_marked` compares with."""
-    if tensor is None:
-        return ()
-    address = tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
-    return weakref.ref(tensor), address, _torch.version_of(tensor)
-
-
-def is_as_marked(tensor: torch.Tensor | None, known: Any) -> bool:
-    """Whether a tensor is the one of a mark, and has been neither given other memory nor written to."""
-    if tensor is None or not known:
-        return tensor is None and known == ()
-    return known[0]() is tensor and known[1:] == mark(tensor)[1:]
 
 
 @final
@@ -105,8 +94,8 @@ class Ledger:
         self._hidden: dict[int, torch.Tensor] = {}
         self._hooks: dict[int, _torch.TensorHooks] = {}
         self._counts = True
-        # What gradients were after the last run, in the controller.
-        self._marks: dict[int, Any] = {}
+        # What gradients were after the last run, in the controller; `None` if nobody knows what others have.
+        self._marks: Marks | None = Marks({})
         # Parameters whose sums were not finite, and whose fault that was; the same in every replica.
         self._not_finite: dict[int, weakref.ref[torch.Tensor]] = {}
         self.culprits: list[tuple[int, str]] = []
@@ -123,7 +112,7 @@ class Ledger:
     def drop(self, names: Set[int]) -> None:
         """Lets go of parameters."""
         for name in names & self._parameters.keys():
-            for known in (self._parameters, self._labels, self._marks, self._global, self._local, self._spoiled):
+            for known in (self._parameters, self._labels, self._global, self._local, self._spoiled):
                 known.pop(name, None)
         self._names = {key: name for key, name in self._names.items() if name not in names}
 
@@ -137,9 +126,13 @@ class Ledger:
 
     def parameters(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The parameters that still exist, by name."""
-        for name, reference in self._parameters.items():
-            if (parameter := reference()) is not None:
+        for name, parameter in zip(self._parameters, map(call, self._parameters.values()), strict=True):
+            if parameter is not None:
                 yield name, parameter
+
+    def labelled(self) -> list[tuple[str, torch.Tensor | None]]:
+        """All parameters with their labels, in one order for all replicas; `None` for those that are gone."""
+        return [(self._labels[name], reference()) for name, reference in self._parameters.items()]
 
     def _name_of(self, parameter: torch.Tensor) -> int | None:
         name = self._names.get(id(parameter))
@@ -168,8 +161,12 @@ class Ledger:
         self._hooks = _taken_hooks(self.parameters()) if hooks else {}
         syncing = syncing or graph or bool(self._hooks)
         self._transport.begin(syncing=syncing and not graph, counts=counts)
+        gradients = self._gradients()
+        if set(map(type, gradients.values())) <= {type(None)}:  # most often: the program has let go of them
+            self._local.clear()
+            return syncing
         for name, parameter in self.parameters():
-            gradient = parameter.grad
+            gradient = gradients[name]
             if gradient is None:
                 self._local.pop(name, None)
                 continue
@@ -234,7 +231,7 @@ class Ledger:
                 total = differentiable.all_reduce(self._replica.collective, gradient, counted=counted)
                 total = hooks[name].call(total) if name in hooks else total
                 parameter.grad = total if before is None else before + total
-                self._note_global(name, parameter.grad)
+                self._note_global({name: parameter.grad})
             elif before is not None:
                 parameter.grad = before
         self._set_aside, self._hidden = {}, {}
@@ -269,31 +266,37 @@ class Ledger:
 
     def _sum(self, transport: Transport, hooks: Mapping[int, "_torch.TensorHooks"]) -> None:
         """Gives every replica the sums, with the gradients that were there before."""
-        gradients = {name: each.grad for name, each in self.parameters() if each.grad is not None}
+        own = dict(self.parameters())
+        gradients = {name: gradient for name, gradient in self._gradients().items() if gradient is not None}
         present, all_finite, any_sparse = transport.sum(gradients)
         if self._replica.recipe.unused == "error":
             self._refuse_unused(gradients)
         totals = self._sum_sparse(gradients, present) if any_sparse else {}
-        present = present | totals.keys()
         all_finite = all_finite and all(map(sparse.is_finite, totals.values()))
         if not all_finite:
             self._find_culprits(gradients)
-        total, set_aside = transport.total, self._set_aside
-        for name, parameter in self.parameters():
-            before = set_aside.get(name)
-            if name in present:
-                gradient = totals[name] if name in totals else total(name)
-                if name in hooks:
-                    gradient = hooks[name].call(gradient)
-                if before is not None:
-                    gradient = before + gradient if before.is_sparse else before.add_(gradient)
-                parameter.grad = gradient
-                self._note_global(name, gradient)
-            elif before is not None:
-                parameter.grad = before
+        dense = [name for name in own if name in present and name not in totals]
+        totals |= zip(dense, transport.totals(dense), strict=True)
+        if hooks or self._set_aside:
+            totals = self._completed(totals, hooks)
+        for name, gradient in totals.items():
+            own[name].grad = gradient
+        self._note_global(totals)
         transport.end()
         if not all_finite:
             self._note_not_finite()
+
+    def _completed(
+        self, totals: Mapping[int, torch.Tensor], hooks: Mapping[int, "_torch.TensorHooks"]
+    ) -> dict[int, torch.Tensor]:
+        """Sums as hooks make them, added to the gradients that were there before; those that have no sum stay."""
+        completed = dict(self._set_aside)
+        for name, gradient in totals.items():
+            total, before = hooks[name].call(gradient) if name in hooks else gradient, self._set_aside.get(name)
+            if before is not None:
+                total = before + total if before.is_sparse else before.add_(total)
+            completed[name] = total
+        return completed
 
     def _sum_sparse(self, gradients: Mapping[int, torch.Tensor], dense: Set[int]) -> dict[int, torch.Tensor]:
         """The sums of the gradients that are sparse, in any replica."""
@@ -309,9 +312,10 @@ class Ledger:
                 )
         return {name: sparse.all_reduce(collective, gradients.get(name)) for name in names}
 
-    def _note_global(self, name: int, gradient: torch.Tensor) -> None:
-        self._global[name] = weakref.ref(gradient)
-        self._local.pop(name, None)
+    def _note_global(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        self._global.update(zip(gradients, map(weakref.ref, gradients.values()), strict=True))
+        for name in gradients.keys() & self._local.keys():
+            del self._local[name]
 
     # Gradients that no pass has summed
 
@@ -319,12 +323,16 @@ class Ledger:
         """Whether all gradients of some parameters are GLOBAL."""
         if self._transport is None:
             return True
-        known = self._global
-        for parameter in parameters:
-            gradient = parameter.grad
+        parameters = list(parameters)
+        gradients = list(map(_torch.gradient_of, parameters))
+        names: Any = map(self._names.get, map(id, parameters))
+        known = map(self._global.get, names, itertools.repeat(_dropped))
+        if all(map(operator.is_, gradients, map(call, known))):
+            return True  # most often all have one, which was summed just now
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
                 name = self._name_of(parameter)
-                if name is not None and not self._is(known, name, gradient):
+                if name is not None and not self._is(self._global, name, gradient):
                     return False
         return True
 
@@ -362,7 +370,7 @@ class Ledger:
             total, kept = parameter.grad, foreign.get(name)
             if kept is not None and total is not None and _may_be_written(kept, parameter, total):
                 parameter.grad = kept.copy_(total)
-                self._note_global(name, kept)
+                self._note_global({name: kept})
 
     @torch.no_grad()
     def _take_what_all_have_set(self, foreign: Mapping[int, torch.Tensor]) -> None:
@@ -460,16 +468,20 @@ class Ledger:
     def changed_gradients(self) -> dict[int, torch.Tensor | None]:
         """In the controller: what it did to gradients since the last run; most often it dropped them."""
         changed: dict[int, torch.Tensor | None] = {}
-        for name, parameter in self.parameters():
-            gradient = parameter.grad
-            if not is_as_marked(gradient, self._marks.get(name, ())):
-                if gradient is not None and (name in self._local or self._is(self._spoiled, name, gradient)):
-                    self._local.pop(name, None)
-                    changed[name], self._spoiled[name] = None, weakref.ref(gradient)
-                    continue
-                changed[name] = None if gradient is None else gradient.detach()
-                self._note_given(name, gradient)
+        gradients = self._gradients()
+        for name in gradients if self._marks is None else self._marks.differing(gradients):
+            gradient = gradients[name]
+            if gradient is not None and (name in self._local or self._is(self._spoiled, name, gradient)):
+                self._local.pop(name, None)
+                changed[name], self._spoiled[name] = None, weakref.ref(gradient)
+                continue
+            changed[name] = None if gradient is None else gradient.detach()
+            self._note_given(name, gradient)
         return changed
+
+    def _gradients(self) -> dict[int, torch.Tensor | None]:
+        own = dict(self.parameters())
+        return dict(zip(own, map(_torch.gradient_of, own.values()), strict=True))
 
     def receive_gradients(self, gradients: Mapping[int, torch.Tensor | None]) -> None:
         """In a child: takes what the controller did to gradients; they are GLOBAL, since all have the same."""
@@ -482,15 +494,15 @@ class Ledger:
         if gradient is None:
             self._local.pop(name, None)
         else:
-            self._note_global(name, gradient)
+            self._note_global({name: gradient})
 
     def note_gradients(self) -> None:
         """In the controller, after a run: all replicas now have the same."""
-        self._marks = {name: mark(each.grad) for name, each in self.parameters() if each.grad is not None}
+        self._marks = Marks(self._gradients())
 
     def forget_gradients(self) -> None:
         """In the controller, after a run that failed: what others have is not known."""
-        self._marks = dict.fromkeys(self._parameters, None)
+        self._marks = None
 
 
 def _dropped() -> None:
@@ -520,8 +532,7 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor | None) -> bool:
 
 def _taken_hooks(parameters: Iterable[tuple[int, torch.Tensor]]) -> "dict[int, _torch.TensorHooks]":
     """The program's hooks of parameters, taken off: they wait for the sums."""
-    found = {}
-    for name, parameter in parameters:
-        if (hooks := _torch.take_hooks(parameter)) is not None:
-            found[name] = hooks
-    return found
+    own = dict(parameters)
+    there = map(any, map(_torch.hooks_of, own.values()))
+    taken = {name: _torch.take_hooks(own[name]) for name in itertools.compress(own, there)}
+    return {name: hooks for name, hooks in taken.items() if hooks is not None}

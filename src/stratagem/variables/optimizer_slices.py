@@ -6,6 +6,7 @@ around the update. Where the slices lie is the business of whoever calls.
 
 import functools
 import inspect
+import itertools
 import operator
 import weakref
 from collections import defaultdict
@@ -55,7 +56,7 @@ def is_elementwise(optimizer: Any) -> bool:
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer, group after group."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 @final
@@ -70,7 +71,7 @@ class StateMark:
     def __init__(self, optimizer: torch.optim.Optimizer, *, versions: bool) -> None:
         state = optimizer.state
         self._ids = [id(state), *map(id, state)]
-        self._held = [value for own in state.values() for value in own.values()]
+        self._held = list(itertools.chain.from_iterable(own.values() for own in state.values()))
         tensors = [each for each in self._held if isinstance(each, torch.Tensor)] if versions else []
         self._versions = list(map(_torch.version_of, tensors)) if versions else None
 

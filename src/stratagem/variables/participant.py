@@ -88,6 +88,10 @@ class Participant(Protocol):
     def first_with_examples(self) -> int:
         """The first of them; the first of all if none has."""
 
+    @property
+    def compared_step(self) -> int:
+        """The number of the step if replicas compare their copies of the parameters at its end; else 0."""
+
 
 class Updating(Protocol):
     """One replica, as its optimizers see it."""

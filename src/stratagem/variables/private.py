@@ -7,6 +7,7 @@ runs is sent to the others by value.
 A write between runs is found by the version counter of a parameter. Torch does not count writes
 through `.data`: a parameter is sent after each time that was taken, and as long as somebody has kept it.
 Which buffers were written to `BufferChanges` finds; on accelerators the host waits for none of them.
+Whether copies of parameters have drifted apart (`drift`) is asked now and then, there where the host waits anyway.
 """
 
 import dataclasses
@@ -19,10 +20,11 @@ import torch
 from stratagem import _torch
 from stratagem.collectives.reconnecting import Meet, TorchLink
 from stratagem.errors import StrategyError
-from stratagem.variables import agreement
+from stratagem.variables import agreement, drift
 from stratagem.variables.aggregation import (
     COUNTED,
     Aggregation,
+    Joining,
     default_of,
     join_in_one_sum,
     joined,
@@ -31,7 +33,8 @@ from stratagem.variables.aggregation import (
 from stratagem.variables.buckets import Buckets
 from stratagem.variables.buffers import BufferChanges
 from stratagem.variables.copies import Copies, Written
-from stratagem.variables.ledger import Ledger, is_as_marked, mark
+from stratagem.variables.ledger import Ledger, gather_numbers
+from stratagem.variables.marks import is_as_marked, mark
 from stratagem.variables.participant import Participant, Updating
 
 _CPU = torch.device("cpu")
@@ -67,7 +70,7 @@ class PrivateCopies(Copies):
         self._buckets = None
         if way != "alone":
             start_sum, spoil = (link.start_sum, link.spoil) if link else (self._sum_at_the_end, _nothing)
-            self._buckets = Buckets(runtime, start_sum, spoil)
+            self._buckets = Buckets(runtime, start_sum, spoil, self._ask, self._answer)
         super().__init__(Ledger(runtime, self._buckets), link)
         self._runtime = runtime
         self._buffers: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -76,6 +79,8 @@ class PrivateCopies(Copies):
         self._forms: dict[int, Any] = {}
         self._marks: dict[int, Any] = {}
         self._failed = False
+        self._asked_by: list[Callable[[bool], None]] = []  # who waits for an answer of the device
+        self._asked_in, self._have_drifted = 0, False  # the last step in which copies were compared, and what was found
         if runtime.rank == 0:
             _torch.data_reads.watch()
 
@@ -184,7 +189,46 @@ class PrivateCopies(Copies):
     @torch.no_grad()
     def settle(self, share: float, *, all_buffers: bool = False) -> bool:
         self._join(self._buffers, share, all_of_them=all_buffers)
+        step = self._runtime.compared_step
+        if step and (self._have_drifted if self._asked_in == step else self._differ_somewhere()):
+            drift.settle(self.ledger.labelled(), self._runtime.collective, step)
         return False
+
+    @torch.no_grad()
+    def _ask(self) -> Sequence[torch.Tensor]:
+        """What a pass asks the device where the host waits for it; every replica comes here."""
+        questions: dict[Callable[[bool], None], torch.Tensor] = {}
+        if (written := self._changes.suspicion(dict(self.buffers()))) is not None:
+            questions[self._changes.suspect] = written
+        if self._is_beside and self._runtime.compared_step not in (0, self._asked_in):
+            questions[self._note_drift] = self._differ_on_device()
+        self._asked_by = list(questions)
+        return list(questions.values())
+
+    def _answer(self, values: Sequence[bool]) -> None:
+        for take, value in zip(self._asked_by, values, strict=True):
+            take(value)
+
+    def _note_drift(self, have_drifted: bool) -> None:
+        self._asked_in, self._have_drifted = self._runtime.compared_step, have_drifted
+
+    def _differ_somewhere(self) -> bool:
+        """Whether replicas differ in any parameter; every one must come here."""
+        if self._is_beside:
+            return bool(self._differ_on_device())
+        number = int(drift.checksum(self.parameters(), self._runtime.device))
+        return len(set(gather_numbers(self._runtime.collective, [number]).flatten().tolist())) > 1
+
+    def _differ_on_device(self) -> torch.Tensor:
+        number = drift.checksum(self.parameters(), self._runtime.device)
+        return drift.differ_in(
+            self._sum_on_device(drift.row_for_all(number, self._runtime.rank, self._runtime.recipe.size))
+        )
+
+    @property
+    def _is_beside(self) -> bool:
+        """Whether replicas exchange what is on their devices without the host."""
+        return self.link is not None and self._runtime.device.type != "cpu"
 
     def _join(self, names: Iterable[int], share: float, *, all_of_them: bool = False) -> None:
         """Brings some buffers to one state, in all replicas: those that any has changed, or all."""
@@ -199,7 +243,7 @@ class PrivateCopies(Copies):
         how = {name: self._chosen.get(name, default_of(self._agreed[name].dtype)) for name in changed}
         # A buffer that is gone here, and not yet elsewhere, takes part for the others.
         now = {name: buffers.get(name, self._agreed[name]) for name in changed}
-        if self.link is not None and self._runtime.device.type != "cpu":
+        if self._is_beside:
             self._join_beside(now, how, share)
         else:
             self._join_here(now, how, share)
@@ -219,13 +263,15 @@ class PrivateCopies(Copies):
                 each.copy_(part.view(each.shape))
 
     def _join_beside(self, now: Mapping[int, torch.Tensor], how: Mapping[int, Aggregation], share: float) -> None:
-        """Joins buffers by one sum on the device; counters and metrics, of which there are few, one by one."""
-        means = [(each, self._agreed[name]) for name, each in now.items() if how[name] is Aggregation.MEAN]
-        firsts = [each for name, each in now.items() if how[name] is Aggregation.FIRST]
-        self._join_each({name: each for name, each in now.items() if how[name] in COUNTED}, how, share)
-        if means or firsts:
-            is_first = self._runtime.first_with_examples == self._runtime.global_rank
-            join_in_one_sum(self._sum_on_device, means, firsts, share, is_first)
+        """Joins buffers by one sum on the device."""
+        buffers: dict[Aggregation, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for name, each in now.items():
+            buffers.setdefault(how[name], []).append((each, self._agreed[name]))
+        if buffers:
+            runtime = self._runtime
+            is_first = runtime.first_with_examples == runtime.global_rank
+            joining = Joining(runtime.rank, runtime.recipe.size, share, is_first)
+            join_in_one_sum(self._sum_on_device, buffers, joining)
 
     def _join_each(self, now: Mapping[int, torch.Tensor], how: Mapping[int, Aggregation], share: float) -> None:
         for name, each in now.items():

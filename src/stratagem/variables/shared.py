@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from stratagem.collectives.exchange import WindowExchange, chunk_of
-from stratagem.errors import StrategyError
+from stratagem.errors import DriftError
 from stratagem.processes.region import Region
-from stratagem.variables import agreement, written
+from stratagem.variables import agreement, drift, written
 from stratagem.variables.aggregation import default_of, joined
 from stratagem.variables.copies import (
     ALL_BUFFERS_FLAG,
@@ -27,7 +27,7 @@ from stratagem.variables.copies import (
 from stratagem.variables.ledger import Ledger
 from stratagem.variables.participant import Participant, Updating
 from stratagem.variables.slices import SplitUpdate, can_be_split
-from stratagem.variables.store import OwnPart, Placement, Store
+from stratagem.variables.store import OwnPart, Placement, Store, shaped
 from stratagem.variables.windows import Windows
 
 
@@ -224,6 +224,8 @@ class SharedCopies(Copies):
     def settle(self, share: float, *, all_buffers: bool = False) -> bool:
         pages = _written(self._parameters)
         several_machines = self._runtime.recipe.num_machines > 1
+        if several_machines and (step := self._runtime.compared_step):
+            self._compare_with_machines(step)
         if not self._buffers:
             # Seldom is anything written after the last update: no reason for all to wait for each other. Other
             # machines are asked when the next run begins.
@@ -253,11 +255,25 @@ class SharedCopies(Copies):
             differs = ~written.are_alike(store.shared, theirs) if wrote else torch.zeros(0)
             if differs.any():
                 label = written.label_at(store, int(differs.nonzero()[0]))
-                raise StrategyError(
+                raise DriftError(
                     f"workers wrote different values to {label!r} in one step, worker {machine} the first of them; "
                     f"write the same in all (what gradients or all_reduce give)"
                 )
             store.shared.copy_(theirs)
+
+    def _compare_with_machines(self, step: int) -> None:
+        """Finds parameters that have drifted apart between machines; every replica must come here."""
+        self._signals.barrier()  # no other replica of this machine writes
+        if (between := self._runtime.between) is not None:
+            sums = [agreement.checksum(store.shared) for store in self._parameters]
+            rows = between.exchange("compare parameters", repr([self._wrote, *sums]).encode())
+            # What a machine has written in this step it gives the others before the next.
+            if len(set(rows)) > 1 and not any(row.startswith(b"[True") for row in rows):
+                parameters = [
+                    (each.label, shaped(store.shared, each)) for store in self._parameters for each in store.placements
+                ]
+                drift.settle(parameters, between, step, "worker")
+        self._signals.barrier()
 
     def _agree_with_machines(self, changed: bool) -> bool:
         """Gives all machines the parameters of the first that wrote to them in this run.

@@ -8,8 +8,9 @@ change in place is the replica's own until it is published. Each tensor has a st
 
 import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Mapping, Sequence
+from operator import call
+from typing import Any, Final, NamedTuple, final
 
 import torch
 
@@ -92,6 +93,8 @@ class Homes:
         Returns:
             Which had moved.
         """
+        if type(None) not in set(map(type, tensors)) and list(map(_address, tensors)) == self._addresses:
+            return []
         moved = [
             number
             for number, (tensor, address) in enumerate(zip(tensors, self._addresses, strict=True))
@@ -138,6 +141,7 @@ class Store:
         self.gone: set[int] = set()
         self._homes = Homes(self.private, self.placements)
         self._tensors: list[Any] = []
+        self._are_referred_to = False  # the program's own are not kept alive
 
     def is_gap(self, first: int, last: int) -> bool:
         """Whether between two elements lies only what aligns the second, and no other tensor."""
@@ -146,7 +150,7 @@ class Store:
     @property
     def tensors(self) -> list[torch.Tensor | None]:
         """The tensors that lie here; `None` for one that the program has dropped."""
-        return [each() if isinstance(each, weakref.ref) else each for each in self._tensors]
+        return list(map(call, self._tensors)) if self._are_referred_to else self._tensors
 
     @classmethod
     def take_in(
@@ -171,7 +175,7 @@ class Store:
             for number, ((_, tensor), placement) in enumerate(zip(named, placements, strict=True)):
                 shaped(store.shared, placement).copy_(tensor)
                 tensor.data = store._homes.make(number)
-        store._tensors = [weakref.ref(tensor) for _, tensor in named]
+        store._tensors, store._are_referred_to = [weakref.ref(tensor) for _, tensor in named], True
         return store
 
     def bring_back(self) -> None:
@@ -209,6 +213,9 @@ def _part(data: Any, dtype: torch.dtype, placement: Placement) -> torch.Tensor:
     if not placement.numel:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype, offset=placement.offset * dtype.itemsize, count=placement.numel)
+
+
+_address: Final[Callable[[Any], int]] = torch.Tensor.data_ptr
 
 
 def _is_used(kept: torch.Tensor) -> bool:

@@ -6,8 +6,11 @@ sends them while the backward pass still runs.
 """
 
 import functools
+import itertools
+import operator
 import weakref
 from collections.abc import Mapping, Sequence
+from operator import call
 from typing import Any, final
 
 import torch
@@ -35,19 +38,21 @@ class Windows:
         self._start_sum = replica.between.start_sum if replica.between is not None else None
         self._early = _EarlyWindows(self._start_sum if replica.recipe.size == 1 else None)
         self._rows: list[_Row] = []
-        self._row_of: dict[int, tuple[_Row, int]] = {}
+        self._views: dict[int, torch.Tensor] = {}  # of the sums, by the name of a parameter
+        self._given: list[weakref.ref[torch.Tensor]] = []
         self._is_spoiled = False
 
     def add(self, store: Store, exchange: WindowExchange) -> None:
         """Takes the parameters of a store."""
         row = _Row(store, exchange)
         self._rows.append(row)
-        self._row_of |= {placement.name: (row, number) for number, placement in enumerate(store.placements)}
+        self._views |= {each.name: shaped(exchange.sum, each) for each in store.placements}
 
     def drop(self, store: Store) -> None:
         """Lets go of the parameters of a store."""
         self._rows = [each for each in self._rows if each.store is not store]
-        self._row_of = {name: each for name, each in self._row_of.items() if each[0].store is not store}
+        for placement in store.placements:
+            self._views.pop(placement.name, None)
 
     def has(self, store: Store) -> bool:
         """Whether the gradients of a store are summed."""
@@ -63,9 +68,15 @@ class Windows:
                 "an earlier backward pass failed halfway, when its gradients were on their way to other machines; let "
                 "its error end the run"
             )
-        for row in self._rows:
-            row.give_up_memory()
+        self._give_up_memory()
         self._early.begin(self._rows[:1] if syncing and counts else [])
+
+    def _give_up_memory(self) -> None:
+        """Gives gradients memory of their own that somebody still has: that of the sums is about to be written over."""
+        for gradient in [each for each in map(call, self._given) if each is not None]:
+            if any(gradient.data_ptr() in row.range for row in self._rows):
+                gradient.data = gradient.clone()
+        self._given = []
 
     def abandon(self) -> None:
         self._early.end()
@@ -75,6 +86,9 @@ class Windows:
     def sum(self, gradients: Mapping[int, torch.Tensor]) -> Summed:
         signals = self._replica.signals
         late = self._early.end()
+        has_sparse = any(map(_is_sparse, gradients.values()))
+        if has_sparse:  # they are not summed here
+            gradients = {name: each for name, each in gradients.items() if not each.is_sparse}
         locals_ = [row.flat(gradients) for row in self._rows]
         is_finite, present = True, []
         for row, vectors in zip(self._rows, locals_, strict=True):
@@ -83,7 +97,7 @@ class Windows:
             present.append(there)
             is_finite &= own_part_is_finite
         signals.put_flag(FINITE_FLAG, int(is_finite))
-        signals.put_flag(SPARSE_FLAG, int(any(each.is_sparse for each in gradients.values())))
+        signals.put_flag(SPARSE_FLAG, int(has_sparse))
         signals.barrier()
         is_finite, any_sparse = all(signals.flags(FINITE_FLAG)), any(signals.flags(SPARSE_FLAG))
         if self._replica.recipe.num_machines > 1:
@@ -92,9 +106,11 @@ class Windows:
         pairs = zip(self._rows, present, strict=True)
         return Summed({name for row, there in pairs for name in row.named(there)}, is_finite, any_sparse)
 
-    def total(self, name: int) -> torch.Tensor:
-        row, number = self._row_of[name]
-        return row.give(number)
+    def totals(self, names: Sequence[int]) -> list[torch.Tensor]:
+        # New tensors each time: gradients belong to one step.
+        totals = list(map(torch.Tensor.detach, map(self._views.__getitem__, names)))
+        self._given += map(weakref.ref, totals)
+        return totals
 
     def end(self) -> None:
         """The sums stay where they are until the next pass."""
@@ -145,35 +161,22 @@ class _Row:
     def __init__(self, store: Store, exchange: WindowExchange) -> None:
         self.store = store
         self.exchange = exchange
-        self._views = [shaped(exchange.sum, placement) for placement in store.placements]
-        self._forms = [(placement, exchange.is_small(number)) for number, placement in enumerate(store.placements)]
+        placements = list(enumerate(store.placements))
+        self._names = [placement.name for _, placement in placements]
+        self._large = [(number, placement) for number, placement in placements if not exchange.is_small(number)]
         start = exchange.sum.data_ptr()
-        self._range = range(start, start + exchange.sum.nbytes)
-        self._given: list[weakref.ref[torch.Tensor]] = []
-
-    def give_up_memory(self) -> None:
-        """Gives gradients memory of their own that somebody still has: that of the sums is about to be written over."""
-        for given in self._given:
-            if (gradient := given()) is not None and gradient.data_ptr() in self._range:
-                gradient.data = gradient.clone()
-        self._given = []
+        self.range = range(start, start + exchange.sum.nbytes)
 
     def flat(self, gradients: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
         """This replica's own gradients: large ones flat, in the order of their parameter's memory."""
-        return [
-            _dense(gradients.get(placement.name)) if is_small else _flat(gradients.get(placement.name), placement)
-            for placement, is_small in self._forms
-        ]
-
-    def give(self, number: int) -> torch.Tensor:
-        """The sum of one gradient: a new tensor each time, since gradients belong to one step."""
-        gradient = self._views[number].detach()
-        self._given.append(weakref.ref(gradient))
-        return gradient
+        vectors = list(map(gradients.get, self._names))
+        for number, placement in self._large:
+            vectors[number] = _flat(vectors[number], placement)
+        return vectors
 
     def named(self, present: Sequence[bool]) -> list[int]:
         """The names of those that are there."""
-        return [each.name for each, is_there in zip(self.store.placements, present, strict=True) if is_there]
+        return list(itertools.compress(self._names, present))
 
 
 @final
@@ -225,9 +228,9 @@ class _EarlyWindows:
 
 def _flat(gradient: torch.Tensor | None, placement: Placement) -> torch.Tensor | None:
     """A gradient as a flat vector in the order of its parameter's memory; not one that is sparse."""
-    gradient = _dense(gradient)
-    return None if gradient is None else laid_out(gradient, placement).as_strided((placement.numel,), (1,))
+    if gradient is None or gradient.is_sparse:
+        return None
+    return laid_out(gradient, placement).as_strided((placement.numel,), (1,))
 
 
-def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return None if gradient is None or gradient.is_sparse else gradient
+_is_sparse = operator.attrgetter("is_sparse")

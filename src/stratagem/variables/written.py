@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from stratagem.errors import StrategyError
+from stratagem.errors import DriftError
 from stratagem.processes.region import runs
 from stratagem.variables.participant import Participant
 from stratagem.variables.store import Store
@@ -31,7 +31,7 @@ def publish(stores: Sequence[Store], written: Sequence[np.ndarray], flags: Seque
         flags: Which replicas wrote to any.
         replica: This one.
     Raises:
-        StrategyError: Replicas wrote different values to one element; in all of them.
+        DriftError: Replicas wrote different values to one element; in all of them.
     """
     signals, first = replica.signals, flags.index(1)
     several = sum(flags) > 1
@@ -56,7 +56,8 @@ def are_alike(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     if not (one.is_floating_point() or one.is_complex()):
         return one == other
     size = float(other.abs().nan_to_num(posinf=0.0).max()) if other.numel() else 0.0
-    return torch.isclose(one, other, rtol=_SAME, atol=_SAME * size, equal_nan=True)
+    same = max(_SAME, torch.finfo(other.dtype).eps)  # of types with fewer digits: their last one
+    return torch.isclose(one, other, rtol=same, atol=same * size, equal_nan=True)
 
 
 def label_at(store: Store, element: int) -> str:
@@ -99,7 +100,7 @@ def _merge(stores: Sequence[Store], changed: Sequence[Changed], replica: Partici
         row.tolist() for row in control.all_gather(torch.tensor(conflict))
     ):
         if number != _NONE:
-            raise StrategyError(
+            raise DriftError(
                 f"replicas {before} and {other} wrote different values to {label_at(stores[number], element)!r} in one "
                 f"step; write the same in all (what gradients or all_reduce give), or to different elements"
             )

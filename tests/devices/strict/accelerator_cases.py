@@ -132,6 +132,7 @@ def case_asynchronous_workers_compute_on_their_devices() -> None:
         found = [each for result in results for each in strategy.local_results(result)]
         assert {device for device, _ in found} <= {"gpu:0", "gpu:1"}
         assert found[-1][1] < found[0][1] / 10
+        assert float(strategy.run(lambda x: model(x).mean(), args=(torch.ones(4, 2),))) == pytest.approx(1, abs=0.5)
 
 
 # Shares
@@ -162,3 +163,24 @@ def case_keras_shuffles_on_one_device() -> None:
             model.compile(loss="mse", optimizer="sgd")
         losses = model.fit(torch.ones(8, 3).numpy(), torch.ones(8, 1).numpy(), batch_size=4, epochs=3, verbose=0)
     assert losses.history["loss"][-1] < losses.history["loss"][0]
+
+
+def case_keras_trains_on_one_device_with_variables_on_it() -> None:
+    keras = importlib.import_module("keras")
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1)).numpy()
+    found = []
+    strategy = _open.enter_context(sg.OneDeviceStrategy("gpu:1"))
+    place = str(strategy.devices[0].torch_device)
+    for scope in (contextlib.nullcontext(), strategy.scope()):
+        keras.utils.set_random_seed(0)
+        with scope:
+            layers = [keras.Input((3,)), keras.layers.Dense(4), keras.layers.BatchNormalization(synchronized=True)]
+            model = keras.Sequential([*layers, keras.layers.Dense(1)])
+            model.compile(loss="mse", optimizer=keras.optimizers.Adam(0.01, global_clipnorm=0.5))
+        losses = model.fit(x, x[:, :1], batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+        found.append((losses, [each.numpy() for each in model.weights]))
+    (expected, theirs), (losses, ours) = found
+    assert {str(each.value.device) for each in (*model.weights, *model.optimizer.variables)} == {place}
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(other), rtol=1e-5, atol=1e-6)

@@ -169,3 +169,22 @@ def case_scopes_place_and_copy() -> None:
     assert [str(each.device) for each in model.parameters()] == ["gpu:0", "gpu:0", "gpu:1", "gpu:1"]
     model(torch.ones(4, 2)).sum().backward()
     assert [str(each.grad.device) for each in model.parameters()] == ["gpu:0", "gpu:0", "gpu:1", "gpu:1"]
+
+
+def case_what_nobody_has_placed_mixes_as_in_torch_beside_what_was_placed() -> None:
+    host, made = torch.ones(2), torch.ones(2, device="gpu:0")
+    with sg.device("/gpu:1"):
+        placed = torch.zeros(2)
+    for mix in (
+        lambda: made + host,
+        lambda: made * 2 + host,
+        lambda: made.clone().add_(host),
+        lambda: torch.cat([made, torch.ones(2, device="gpu:1")]),
+    ):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            mix()
+    assert str((placed + host).device) == "gpu:1"  # what a scope has placed is followed
+    assert (made[torch.tensor([0])] + made.sum() * 2.0).tolist() == [5.0]
+    with sg.log_placement() as log, pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        host + made
+    assert not log.records

@@ -174,7 +174,7 @@ def case_views_share_memory() -> None:
     base[1:].t().add_(1)
     base.view(-1)[0] = 5
     base.unfold(0, 1, 1).mul_(2)
-    base.detach()[2, 3] = 7
+    base.detach()[2, 3].copy_(7)
     alias = torch.empty(0, device=GPU).set_(base.untyped_storage(), 0, (12,), (1,))
     alias[1] = 9
     assert base.tolist() == [[10, 9, 0, 0], [2, 2, 2, 2], [2, 2, 2, 7]]

@@ -15,8 +15,7 @@ from tests.training.keras_runs import X, Y, build, compiled, sequential
 
 pytestmark = [
     pytest.mark.slow,
-    # Keras' own: it asks for as many batches as an execution has.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Your input ran out of data"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:model 'sequential' gives other numbers"),
 ]
 

@@ -7,7 +7,7 @@ started here.
 
 import dataclasses
 import math
-from typing import Final
+from typing import Any, Final
 
 from stratagem import _env
 from stratagem._checks import require_seconds
@@ -141,6 +141,11 @@ class Seat:
     @property
     def trains(self) -> bool:
         return self.job in TRAINING
+
+    @property
+    def start_options(self) -> dict[str, Any]:
+        """How its process is started (`task_start`)."""
+        return {"cores": self.cores}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -225,11 +224,7 @@ class TaskProcesses(Processes):
         out, err = output.open(task.name, task.number, restart=restart)
         try:
             process = subprocess.Popen(
-                [
-                    *(sys.executable, "-I", "-S", task_start.__file__, str(os.getpid())),
-                    ",".join(map(str, task.seat.cores)),
-                    *self._command,
-                ],
+                task_start.command(task.seat.start_options, [*self._command]),
                 env=task.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

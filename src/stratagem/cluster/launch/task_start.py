@@ -5,6 +5,7 @@ the place of this process, so that it runs exactly as it does without a launcher
 """
 
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -12,14 +13,26 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def main(launcher: str, cores: str, *command: str) -> None:
-    """Executes a command that is killed when the launcher dies, however that dies."""
+def command(options: dict[str, object], program: list[str]) -> list[str]:
+    """What makes a child of this process a task that runs a program.
+
+    Args:
+        options: How it runs (`Seat.start_options`).
+        program: The program with its arguments.
+    """
+    given = json.dumps({"launcher": os.getpid(), **options})
+    return [sys.executable, "-I", "-S", __file__, given, *program]
+
+
+def main(given: str, *program: str) -> None:
+    """Executes a program that is killed when the launcher dies, however that dies."""
+    options = json.loads(given)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(launcher):  # it died before the line above took hold
+    if os.getppid() != options["launcher"]:  # it died before the line above took hold
         return
-    if cores:
-        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-    os.execv(command[0], command)  # noqa: S606  # the user's own program
+    if options["cores"]:
+        os.sched_setaffinity(0, options["cores"])
+    os.execv(program[0], program)  # noqa: S606  # the user's own program
 
 
 if __name__ == "__main__":

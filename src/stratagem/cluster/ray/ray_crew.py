@@ -92,7 +92,7 @@ class RayCrew(Processes):
             outputs = output.open(task.name, task.number, restart=restart)
             needs = "" if program.is_module else program.target
             changes = _env.changed(task.environment)
-            asked.append(_call(actor, "start", program.command, os.getcwd(), needs, changes, secret))
+            asked.append(_call(actor, "start", task.seat, program.command, os.getcwd(), needs, changes, secret))
             self._running[task.name] = _Running(task, actor, place, None, outputs)
         output.start([])
         pids: list[int] = self._take(asked)
@@ -186,7 +186,7 @@ def _tasks_at(
         seats.append([])
         for number in numbers:
             job = plan.seats[number].job
-            seats[-1].append(Seat(job, len(jobs.get(job, ()))))
+            seats[-1].append(dataclasses.replace(plan.seats[number], number=len(jobs.get(job, ()))))
             jobs.setdefault(job, []).append("" if job == EVALUATOR else places[number].addresses[0])
         first = next((number for number in numbers if plan.seats[number].job in TRAINING), numbers[0])
         offers.append(Offer(run_id, jobs, places[first].addresses[1]))

@@ -19,6 +19,7 @@ from typing import IO, Any, Final, final
 
 from stratagem import _env
 from stratagem.cluster.launch import task_start
+from stratagem.cluster.launch.plan import Seat
 from stratagem.cluster.launch.ports import Ports
 from stratagem.cluster.ray import ray_session
 from stratagem.errors import LaunchError
@@ -69,11 +70,18 @@ class RayTask:
         return TaskPlace(host, ray.get_runtime_context().get_node_id(), addresses, ray_session.asks_for_token())
 
     def start(
-        self, command: Sequence[str], folder: str, needs: str, changes: Mapping[str, str | None], secret: bytes
+        self,
+        seat: Seat,
+        command: Sequence[str],
+        folder: str,
+        needs: str,
+        changes: Mapping[str, str | None],
+        secret: bytes,
     ) -> int:
         """Starts the program; its process.
 
         Args:
+            seat: Which task it is, and how it runs.
             command: How it is run by the Python of the launcher's machine.
             folder: In which folder.
             needs: A file that must be there; empty for a module.
@@ -90,7 +98,7 @@ class RayTask:
         token_file.touch(mode=0o600)
         token_file.write_bytes(secret)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", task_start.__file__, str(os.getpid()), "", sys.executable, *command[1:]],
+            task_start.command(seat.start_options, [sys.executable, *command[1:]]),
             cwd=folder,
             env=_env.for_process({**changes, _env.TOKEN_FILE: str(token_file)}),
             stdin=subprocess.DEVNULL,

@@ -318,8 +318,10 @@ def _product(size: Any) -> int:
 # Copies
 
 
-def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+def _copy_(target: torch.Tensor, source: Any, non_blocking: bool = False) -> torch.Tensor:
     """Copies within a device, between two, to and from the host; the host waits where a real one would."""
+    if not isinstance(source, torch.Tensor):
+        return target.fill_(source)  # a number
     with _torch.without_function_modes():
         inner, outer = source.device.type == HELD.torch_type, target.device.type == HELD.torch_type
         index = target.device.index if outer else source.device.index

@@ -24,7 +24,8 @@ class PendingResult:
 
     To read is to look at its number, text, type, length or attributes, or to give it to a function of torch or numpy.
     Sums, products and the like of values that are not there yet are not there either. If a step has failed, its error
-    is raised by whoever reads.
+    is raised by whoever reads. The result of a step that one worker has made can be used as the number or tensor that
+    it is, without `reduce`.
 
     Args:
         make: Gives the value; waits.
@@ -82,21 +83,22 @@ class PendingResult:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)  # whoever asks only looks whether there is one
-        return getattr(self.wait(), name)
+        value = self.wait()
+        return getattr(value if hasattr(type(value), name) else _only(value), name)
 
     @property  # type: ignore[misc]  # so that `isinstance` sees the value
     def __class__(self) -> Any:
         return type(self.wait())
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return np.asarray(self.wait(), *args, **kwargs)
+        return np.asarray(_only(self.wait()), *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _as_it_is, (self.wait(),)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*waited_for(args), **waited_for(kwargs or {}))
+        return function(*_as_operands(args), **_as_operands(kwargs or {}))
 
 
 def pending(function: Callable[..., Any], *given: Any, gives_parts: bool = False) -> Any:
@@ -122,6 +124,16 @@ def is_pending(value: Any) -> bool:
 def waited_for(value: Any) -> Any:
     """A nesting with everything in it that workers still compute."""
     return _tree.map(lambda each: each.wait() if type(each) is PendingResult else each, value)
+
+
+def _as_operands(value: Any) -> Any:
+    """The same for who computes: with the value of a result that one worker has made, and not that of each worker."""
+    return _tree.map(lambda each: _only(each.wait()) if type(each) is PendingResult else each, value)
+
+
+def _only(value: Any) -> Any:
+    """What a worker has returned, if it is the only one; workers that go at their own pace make each step alone."""
+    return value[0] if isinstance(value, per_replica.PerReplica) and len(value) == 1 else value
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
@@ -166,19 +178,25 @@ def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *others: function(self.wait(), *waited_for(others))
 
 
+def _reading_only(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *operands: function(*_as_operands(operands))
+
+
 def _computing(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *others: pending(function, self, *others)
+    return lambda *operands: pending(lambda *given: function(*map(_only, given)), *operands)
 
 
 def _reflected(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, other: pending(function, other, self)
+    return lambda self, other: pending(lambda *given: function(*map(_only, given)), other, self)
 
 
+for _function in (hash, str, repr, dir):
+    setattr(PendingResult, f"__{_function.__name__}__", _reading(_function))
 for _name, _function in {
-    **{each.__name__: each for each in (float, int, complex, bool, hash, str, repr, format, round, dir)},
+    **{each.__name__: each for each in (float, int, complex, bool, format, round)},
     **{name: getattr(operator, name) for name in ("index", "eq", "ne", "lt", "le", "gt", "ge", "contains", "setitem")},
 }.items():
-    setattr(PendingResult, f"__{_name}__", _reading(_function))
+    setattr(PendingResult, f"__{_name}__", _reading_only(_function))
 for _name in ("neg", "pos", "abs", "invert", "add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"):
     setattr(PendingResult, f"__{_name}__", _computing(getattr(operator, _name)))
 for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"):

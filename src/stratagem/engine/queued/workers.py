@@ -18,6 +18,7 @@ from stratagem import _tree
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
 from stratagem.engine import child_calls, context
+from stratagem.engine.distribution import GivenTensors
 from stratagem.engine.lifecycle import Driver, Resources, weak_method
 from stratagem.engine.notices import NonFinite
 from stratagem.engine.queued import worker_calls
@@ -172,7 +173,7 @@ class ParameterWorkers(Driver):
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.raise_failures()
         self.prepare()
-        counts = per_replica.counts_of(args, kwargs)
+        counts = per_replica.counts_of(_tree.leaves((args, kwargs)))
         if self._settings.consistency.shares_steps:
             return self._run_round(function, args, kwargs, counts)
         step = self.new_step(function, per_replica.select(args, 0, sent=True), per_replica.select(kwargs, 0, sent=True))
@@ -254,7 +255,7 @@ class ParameterWorkers(Driver):
         self.num_runs += 1
         seed, changes = self._random_numbers.new_seed(), self.distribution.changes()
         self._random_numbers.note_run()
-        if changes:
+        if changes or not self.distribution.steady.is_so:
             self.distribution.note_state()
         for record in self.scheduler.records.values() if changes or seed is not None else ():
             record.tell(changes, seed)
@@ -370,7 +371,7 @@ class ParameterWorkers(Driver):
         delivery = record.captured.prepare(step.function, step.args, tuple(step.kwargs.values()), changes)
         arguments = self.key, call, step.function, step.args, step.kwargs, delivery
         given = {id(each) for each in _tree.leaves((step.args, step.kwargs)) if isinstance(each, torch.Tensor)}
-        reference = functools.partial(self.distribution.reference_in_run, given=given, parts=given)
+        reference = functools.partial(self.distribution.reference_in_run, given=lambda: GivenTensors(given, given))
         return worker_calls.run, arguments, record.captured.referring(reference)
 
     def _recover(self, worker: int) -> tuple[int, int]:

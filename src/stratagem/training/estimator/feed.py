@@ -7,6 +7,7 @@ batch is divided is the strategy's.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, final
 
+from stratagem import _tree
 from stratagem.engine import random_state
 from stratagem.errors import EstimatorError, StrategyError
 from stratagem.objects import per_replica
@@ -120,7 +121,7 @@ def example_of(batch: Any) -> Any:
 
 def num_examples_in(batch: Any, strategy: Strategy) -> int:
     """How many examples a global batch has, over all programs that share it."""
-    counts = per_replica.counts_of(batch)
+    counts = per_replica.counts_of(_tree.leaves(batch))
     return int(strategy.reduce("sum", per_replica.PerReplica(list(counts)))) if counts else 1
 
 

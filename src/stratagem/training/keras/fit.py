@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from keras.src import backend
 from keras.src.backend.torch.trainer import TorchTrainer
+from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.trainers.trainer import Trainer
 
 from stratagem import _tree
@@ -62,6 +63,7 @@ def install() -> None:
     _wrap(Trainer, "compile", _compile)  # Keras asks whether a model has its own: not that of another class
     for name in _LOOPS:
         _wrap(TorchTrainer, name, functools.partial(_require_owner, name))
+    _wrap(EpochIterator, "_interrupted_warning", _warn_of_missing_data)
     _wrap(keras.callbacks.CallbackList, "__init__", _init_callbacks)
     _wrap(keras.callbacks.CallbackList, "on_epoch_end", _end_epoch)
 
@@ -237,6 +239,14 @@ def _one_step_per_execution(model: Any) -> Iterator[None]:
         yield
     finally:
         model.steps_per_execution = before
+
+
+def _warn_of_missing_data(original: Callable[..., None], batches: Any) -> None:
+    """Keras takes an execution with fewer steps at the end of the data for data that ran out."""
+    number = batches.data_adapter.num_batches
+    is_whole = number is not None and batches.steps_per_epoch in (None, number)
+    if not (batches.steps_per_execution > 1 and is_whole):
+        original(batches)
 
 
 def _steps_of(model: Any, strategy: Strategy) -> _Steps:

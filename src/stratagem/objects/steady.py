@@ -1,0 +1,121 @@
+"""Modules and tensors that are as they were when they were last looked at closely, found by one look at all of them.
+
+Most modules hold nothing but their parts, plain values and functions of libraries, and stay as they are from one run to
+the next. Their members are compared by identity, in a few passes over all of them at once; only where something differs
+are objects described one by one (`state_diff`, `captured`).
+"""
+
+import itertools
+import weakref
+from operator import call
+from typing import Any, Final, final
+
+import torch
+
+from stratagem import _torch
+from stratagem.objects import kinds
+from stratagem.objects.comparing import FIXED
+from stratagem.objects.token_maker import DEFINITIONS
+from stratagem.processes.packing import travels_by_value
+from stratagem.processes.registry import Registry
+
+_NUM_APART: Final = 64  # looks in which what changes often is described by itself
+_SHORT: Final = 8  # looks: what changes again so soon changes often
+
+
+def stays_itself(value: Any, registry: Registry) -> bool:
+    """Whether a value can only be replaced, and does not change: plain ones, distributed ones, those of libraries."""
+    if type(value) in FIXED or (type(value) is tuple and FIXED.issuperset(map(type, value))):
+        return True
+    return value in registry or (isinstance(value, DEFINITIONS) and not travels_by_value(value))
+
+
+@final
+class Steady:
+    """The distributed modules and tensors of one strategy that seldom change.
+
+    Args:
+        registry: The names of all distributed objects.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self.is_so = False  # whether all of them were as before, at the last look
+        self.names: set[int] = set()
+        self.classes: set[type] = set()  # of the modules among them
+        self._modules: list[weakref.ref[torch.nn.Module]] = []
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self._module_names: list[int] = []
+        self._entries: list[Any] = []
+        self._version = -1  # of the registry: since then no object came or went
+        self._kept: list[Any] = []  # values whose place in memory nothing else can take meanwhile
+        self._hooks: list[Any] = []  # dicts of hooks, without any in them
+        self._seen: tuple[Any, ...] = ()
+        self._apart: dict[int, int] = {}  # names of modules that change often, and until which look
+        self._num_looks = self._noted_at = 0
+
+    def look(self) -> bool:
+        """Looks at all of them; whether they are as before."""
+        self._num_looks += 1
+        self.is_so = self._version == self._registry.version and not any(self._hooks) and self._seen == self._see()
+        return self.is_so
+
+    def rest(self) -> dict[int, Any]:
+        """All other objects, by name; all there are where some of these have changed."""
+        live = self._registry.live
+        return live(self._registry.names - self.names) if self.is_so else live()
+
+    def forget(self) -> None:
+        """Nobody knows how they were."""
+        self._version, self.is_so = -1, False
+
+    def note(self) -> None:
+        """Takes them as they are; those among the distributed objects that seldom change."""
+        if self._version == self._registry.version and self._num_looks - self._noted_at < _SHORT:
+            described = zip(self._entries, map(_entry, map(call, self._modules)), strict=True)
+            changed = [before != now for before, now in described]
+            until = self._num_looks + _NUM_APART
+            self._apart |= dict.fromkeys(itertools.compress(self._module_names, changed), until)
+        self._noted_at = self._num_looks
+        self._apart = {name: last for name, last in self._apart.items() if last > self._num_looks}
+        self._kept, self._hooks = [], []
+        modules: dict[int, torch.nn.Module] = {}
+        tensors: dict[int, torch.Tensor] = {}
+        for name, obj in self._registry.live().items():
+            if isinstance(obj, torch.Tensor):
+                if _torch.program_hooks(obj) is None:
+                    tensors[name] = obj
+            elif isinstance(obj, torch.nn.Module) and name not in self._apart and self._takes(obj):
+                modules[name] = obj
+        self._module_names = list(modules)
+        self._modules = list(map(weakref.ref, modules.values()))
+        self._tensors = list(map(weakref.ref, tensors.values()))
+        self.names, self.classes = {*modules, *tensors}, set(map(type, modules.values()))
+        self._entries = list(map(_entry, modules.values()))
+        self._version, self._seen = self._registry.version, self._see()
+
+    def _takes(self, module: torch.nn.Module) -> bool:
+        """Whether a module changes by getting another member only."""
+        members = vars(module)
+        hooks = [members[kind] for kind in _torch.MODULE_HOOKS]
+        if any(hooks) or not kinds.is_plain_module(module):
+            return False
+        own = [value for key, value in members.items() if key not in kinds.NOT_OF_MODULE]
+        if not all(stays_itself(each, self._registry) for each in own):
+            return False
+        self._hooks += hooks
+        self._kept += [each for each in own if each not in self._registry]
+        return True
+
+    def _see(self) -> tuple[Any, ...]:
+        modules, tensors = list(map(call, self._modules)), list(map(call, self._tensors))
+        dicts = [*map(vars, modules), *itertools.chain.from_iterable(map(_torch.parts_of, modules))]
+        ids = list(map(id, itertools.chain.from_iterable(map(dict.values, dicts))))
+        needs = list(map(_torch.requires_grad_of, tensors))
+        hooks = any(itertools.chain.from_iterable(map(_torch.hooks_of, tensors)))
+        return list(itertools.chain.from_iterable(dicts)), ids, list(map(type, modules)), needs, hooks
+
+
+def _entry(module: Any) -> Any:
+    """What one module is made of."""
+    return [(tuple(each), tuple(map(id, each.values()))) for each in (vars(module), *_torch.parts_of(module))]
