@@ -108,6 +108,7 @@ bench: $(READY)  ## Measure; tables on the screen, figures in benchmarks/results
 	@$(RUN)/python -m benchmarks.parameter_network
 	@$(RUN)/python -m benchmarks.sessions
 	@$(RUN)/python -m benchmarks.placement
+	@$(RUN)/python -m benchmarks.strict_devices
 
 clean:  ## Remove what the other targets made
 	@rm -rf $(VENV) $(TPU_VENV) .mypy_cache .ruff_cache .hypothesis benchmarks/results build dist

@@ -10,6 +10,7 @@ from tests.hardware import target
 NO_ACCELERATOR = 3
 _OPTIONS = (
     *("-m", "hardware", "-p", "no:xdist", "-ra"),
+    *("-W", "default"),  # drivers and their libraries warn of what is no concern of ours
     *("-o", "faulthandler_timeout=1100"),  # all cases of a module run within its first test
 )
 

@@ -246,8 +246,20 @@ def case_keras_trains_on_the_devices() -> None:
     assert losses(sg.MirroredStrategy(devices)) == pytest.approx(losses(sg.OneDeviceStrategy("cpu:0")), rel=1e-3)
 
 
+@needs(2)
+def case_tensor_of_a_device_that_a_step_uses_travels_to_replicas() -> None:
+    shift = torch.full((2,), 3.0, device=torch_device(1))
+
+    def step(x: torch.Tensor) -> tuple[float, str]:
+        return (x + shift.to(x.device)).sum().item(), str(shift.device)
+
+    with sg.MirroredStrategy([name(0), name(1)]) as strategy:
+        found = strategy.local_results(strategy.run(step, args=(torch.ones(4, 2),)))
+    assert list(found) == [(32, str(torch_device(1)))] * 2
+
+
+@needs()
 def case_state_is_saved_and_loaded_anywhere() -> None:
-    target.start_anew()
     with sg.OneDeviceStrategy(name(0)) as strategy, strategy.scope():
         model, _ = make()
         state = {key: value.cpu() for key, value in model.state_dict().items()}

@@ -34,7 +34,7 @@ ROWS = [
 def test_contract_holds_on_hardware(suite: str, row: str, num_devices: int) -> None:
     if num_devices > NUM_DEVICES:
         pytest.skip(f"needs {num_devices} {KIND}s, this machine has {NUM_DEVICES}")
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:xdist"]
+    options = ["-q", "-W", "default", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:xdist"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(CONTRACTS / suite)],
         env={**target.ENVIRONMENT, **target.EXACT, STRICT: row, target.VARIABLE: str(KIND)},

@@ -178,7 +178,7 @@ def why_no_limits(accelerator: Accelerator) -> str:
 
 def take_and_drop(device: torch.device, free_bytes: int, limit_bytes: int | None) -> None:
     """Takes a block and drops it: torch's allocators keep what is freed, so it stays this process'."""
-    # Not all that is free: libraries such as cuBLAS allocate past torch. Whole allocator pages, so
-    # that rounding up does not go over the limit.
-    wanted = int(0.95 * free_bytes) if limit_bytes is None else min(limit_bytes, free_bytes)
+    # Not all that is free: libraries such as cuBLAS allocate past torch. Whole allocator pages, and less than the
+    # limit, which torch holds as a fraction: rounding must not go over it.
+    wanted = int(0.95 * free_bytes) if limit_bytes is None else min(limit_bytes - 1, free_bytes)
     torch.empty(wanted // _PAGE_BYTES * _PAGE_BYTES, dtype=torch.uint8, device=device)

@@ -146,6 +146,12 @@ def row_of(name: str) -> DeviceKind:
 
 def spellings() -> dict[str, str]:
     """What users may write, in capitals, with the kind that it means."""
+    return _spellings(HELD.kind, torch.accelerator.current_accelerator())
+
+
+@functools.cache
+def _spellings(*_: object) -> dict[str, str]:
+    """For what the kinds depend on."""
     return {spelling.upper(): row.name for row in rows() for spelling in row.spellings}
 
 
@@ -188,7 +194,7 @@ def has_streams(torch_type: str) -> bool:
 
 def autocast_types() -> tuple[str, ...]:
     """The types of torch's devices that have mixed precision in this process."""
-    return _autocast_types(HELD.kind, _torch.private_slot_holder())
+    return _autocast_types(HELD.kind, torch.accelerator.current_accelerator())
 
 
 def tensor_methods() -> frozenset[str]:
@@ -198,7 +204,8 @@ def tensor_methods() -> frozenset[str]:
 
 
 @functools.cache
-def _autocast_types(*_: str | None) -> tuple[str, ...]:
+def _autocast_types(*_: object) -> tuple[str, ...]:
+    """For what the kinds depend on: this is asked for in every run."""
     return tuple(row.torch_type for row in _known() if row.autocast)
 
 
