@@ -7,10 +7,10 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak test-tpu bench-tpu test-keras test-gpu test-busy test-docs docs docs-serve dist check format bench clean
+.PHONY: help setup demo test soak test-tpu bench-tpu test-keras test-gpu test-busy test-versions test-docs docs docs-serve dist check format bench clean
 
 help:  ## Show the targets
-	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 11
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 15
 
 setup: $(READY)  ## Make .venv with everything that the other targets need
 
@@ -51,7 +51,8 @@ $(TPU_READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv --clear $(TPU_VENV)
 	@grep -v '^torch==' constraints.txt > $(TPU_VENV)/constraints.txt
 	@$(TPU_VENV)/bin/pip install -qq --constraint $(TPU_VENV)/constraints.txt torch==$(TPU_TORCH) torch_xla==$(TPU_TORCH) \
-		keras pytest pytest-timeout hypothesis matplotlib --editable .
+		cloudpickle cryptography numpy pyzmq rich safetensors typer keras pytest pytest-timeout hypothesis matplotlib
+	@$(TPU_VENV)/bin/pip install -qq --no-deps --editable .  # which asks for a newer torch
 	@touch $@
 
 TPU_TESTS := tests/contracts/test_strategies.py tests/contracts/test_keras.py tests/contracts/test_estimator.py \
@@ -71,6 +72,9 @@ test-gpu: $(READY)  ## Run what needs a real accelerator; where there is none, s
 
 test-busy: $(READY)  ## Run all tests five times while two processes burn both cores; REPEAT=1 runs them once
 	@$(RUN)/python -m tests.busy --repeat $(or $(REPEAT),5) -- $(PYTEST)
+
+test-versions:  ## Run a choice of tests with the oldest and the newest Python and torch; downloads gigabytes, about 30 minutes
+	@$(PYTHON) -m tests.versions $(if $(ONLY),--only $(ONLY)) $(if $(KEEP),--keep)
 
 test-docs: $(READY)  ## Run the code of all documents, and the notebooks: at most 6 minutes on two quiet cores
 	@$(RUN)/pytest -n $(JOBS) --dist load --docs
@@ -99,7 +103,7 @@ bench: $(READY)  ## Measure; tables on the screen, figures in benchmarks/results
 	@$(RUN)/python -m benchmarks.memory_limit
 	@$(RUN)/python -m benchmarks.all_reduce
 	@$(RUN)/python -m benchmarks.training
-	@$(RUN)/python -m benchmarks.training --models stack10,stack100,stack500 --replicas 2
+	@$(RUN)/python -m benchmarks.run_cost
 	@$(RUN)/python -m benchmarks.cluster
 	@$(RUN)/python -m benchmarks.local_sgd
 	@$(RUN)/python -m benchmarks.estimator

@@ -36,7 +36,7 @@ from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from stratagem.errors import DeviceTypeError, StrategyError
+from stratagem.errors import StrategyError
 
 __all__ = ["BatchNorm", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "pin_memory"]
 
@@ -785,15 +785,15 @@ def let_data_move(type_: str) -> None:
 
 
 def _move(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Makes a tensor one on the device of another, with its gradient."""
-    if any(hooks_of(tensor)):
-        raise DeviceTypeError(
-            f"a tensor with hooks cannot move from {tensor.device} to {value.device}, as torch keeps hooks with the "
-            f"memory; move it first, and register the hooks then"
-        )
-    gradient, tensor.grad = tensor.grad, None
-    _any_torch._C._swap_tensor_impl(tensor, value.detach().requires_grad_(tensor.requires_grad))
-    tensor.grad = None if gradient is None else gradient.to(value.device, value.dtype)
+    """Makes a tensor one on the device of another, with its gradient and its hooks."""
+    target: Any = tensor
+    gradient, target.grad = target.grad, None
+    # Torch keeps hooks with the memory, and looks for them in these dicts, which handles that remove hooks know too.
+    before, after = hooks_of(target)
+    target._backward_hooks = target._post_accumulate_grad_hooks = None
+    _any_torch._C._swap_tensor_impl(target, value.detach().requires_grad_(tensor.requires_grad))
+    target._backward_hooks, target._post_accumulate_grad_hooks = before, after
+    target.grad = None if gradient is None else gradient.to(value.device, value.dtype)
 
 
 def replace_accelerator_functions(functions: dict[str, Callable[..., Any]]) -> None:

@@ -56,7 +56,7 @@ VirtualDeviceConfiguration = LogicalDeviceConfiguration
 
 
 def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice]:
-    """Every device of this machine that this process may use, without taking memory on any.
+    """Returns every device of this machine that this process may use. It takes no memory on any of them.
 
     Args:
         device_type: Only this kind: `CPU`, `GPU` (CUDA or ROCm), `TPU`, `XPU`, `HPU`, `MPS`, or that of a backend
@@ -69,7 +69,7 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
 
 
 def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
-    """The devices that programs address: all visible ones, as they are divided now.
+    """Returns the devices that programs address: the shares of all visible physical devices.
 
     Example:
         >>> [device.name for device in list_logical_devices("CPU")]
@@ -79,38 +79,38 @@ def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
 
 
 def get_device_details(device: DeviceLike) -> DeviceDetails:
-    """The model, memory, cores and compute capability of a physical device."""
+    """Returns the model, memory, cores and compute capability of a physical device."""
     return this_process().details(device)
 
 
 def get_visible_devices(device_type: str | None = None) -> list[PhysicalDevice]:
-    """The physical devices that are divided into logical ones."""
+    """Returns the visible physical devices: those that become logical devices."""
     return this_process().visible(device_type)
 
 
 def set_visible_devices(devices: DeviceLike | Sequence[DeviceLike], device_type: str | None = None) -> None:
-    """Hides every device but these; those left are numbered from 0 in the order given.
+    """Hides all devices but these. The visible ones are numbered from 0 in this order.
 
     Args:
         devices: Physical devices or their names; an empty list hides a whole kind.
-        device_type: Change only this kind. Without it, accelerators of every kind are hidden
+        device_type: Changes only this kind. Without it, accelerators of every kind are hidden
             unless they are listed. The CPU always stays.
     Raises:
         DeviceConfigurationError: A device is listed twice, is of another kind, or none is listed.
-        DevicesInUseError: Devices are in use.
+        DevicesInUseError: A strategy or a session uses devices already.
     """
     this_process().set_visible(devices, device_type)
 
 
 def set_logical_device_configuration(device: DeviceLike, logical_devices: Sequence[LogicalDeviceConfiguration]) -> None:
-    """Divides a physical device into logical ones, in place of any earlier division.
+    """Divides a physical device into logical devices. It replaces an earlier division.
 
     Args:
         device: A physical device or its name.
         logical_devices: One entry for each share.
     Raises:
         DeviceConfigurationError: The shares ask for more than the device has.
-        DevicesInUseError: Devices are in use.
+        DevicesInUseError: A strategy or a session uses devices already.
     Example:
         >>> half = LogicalDeviceConfiguration(memory_limit=512)
         >>> set_logical_device_configuration("cpu:0", [half, half])
@@ -121,31 +121,30 @@ def set_logical_device_configuration(device: DeviceLike, logical_devices: Sequen
 
 
 def get_logical_device_configuration(device: DeviceLike) -> list[LogicalDeviceConfiguration] | None:
-    """How a physical device is divided; `None` if it is not."""
+    """Returns the shares into which a physical device is divided; `None` if it is not divided."""
     return this_process().configuration(device)
 
 
 def set_memory_growth(device: DeviceLike, enable: bool) -> None:
-    """Whether a GPU's memory is taken when needed (the default here), or all of it at the start.
+    """Takes a GPU's memory when it is needed (the default), or all of it at the start.
 
-    Can be combined with a limit: then growth goes up to the limit. Without growth, a real GPU's
-    memory is taken when a process begins to serve it; a simulated one's must then be free, but is
-    not taken.
+    With a limit, memory grows up to the limit. Without growth, a process takes the memory of a real GPU
+    when it begins to serve it; the memory of a simulated GPU must be free at that moment, but is not taken.
     """
     this_process().set_growth(device, enable)
 
 
 def get_memory_growth(device: DeviceLike) -> bool:
-    """Whether a GPU's memory is taken when needed."""
+    """Returns whether a GPU's memory is taken when it is needed."""
     return this_process().growth(device)
 
 
 def get_memory_info(device: DeviceLike) -> dict[str, int]:
-    """What this process holds on a logical device, in bytes: `current`, and the most as `peak`.
+    """Returns how many bytes this process holds on a logical device: `current`, and the largest number so far, `peak`.
 
-    On a real GPU that is what tensors take on all of its shares together; on a share of the CPU
-    or a simulated GPU, what the process took since it began to serve it, or the tensors that scopes
-    (`sg.device`) have placed there, and nothing without either.
+    On a real GPU it counts the tensors on all of its shares together. On a share of the CPU or a simulated GPU it
+    counts the memory that the process took since it began to serve the device, or the tensors that `sg.device`
+    placed there; without either it is 0.
 
     Example:
         >>> sorted(get_memory_info("cpu:0"))
@@ -156,59 +155,59 @@ def get_memory_info(device: DeviceLike) -> dict[str, int]:
 
 
 def reset_memory_stats(device: DeviceLike) -> None:
-    """Lets the peak of `get_memory_info` start again from what is held now."""
+    """Resets the peak of `get_memory_info` to what is held now."""
     residence.reset_peak(this_process().resolve(device))
     serving.reset_memory_stats(device, this_process())
 
 
 def set_soft_device_placement(enabled: bool) -> None:
-    """Whether an operation whose device does not exist, or has no kernel for it, runs on the nearest that does.
+    """Switches soft placement on or off: an operation runs elsewhere if its device does not exist or has no kernel.
 
-    Off unless switched on, as in a session of TensorFlow: then the first such operation is an error that says what
-    exists. When on, a program is told once of each fallback.
+    It is off by default, as in a session of TensorFlow: such an operation is an error that says which devices exist.
+    When it is on, each fallback to the nearest device gives one warning.
     """
     resolution.set_soft(enabled)
 
 
 def get_soft_device_placement() -> bool:
-    """Whether soft placement is on."""
+    """Returns whether soft placement is on."""
     return resolution.is_soft()
 
 
 def set_log_device_placement(enabled: bool) -> None:
-    """Whether a line such as `MatMul_1: /job:localhost/replica:0/task:0/device:GPU:2` is printed for each operation.
+    """Prints a line such as `MatMul_1: /job:localhost/replica:0/task:0/device:GPU:2` for each operation, or stops that.
 
-    Of operations of the thread that calls this; for the same as data see `sg.log_placement`.
+    It concerns the operations of the thread that calls it. `sg.log_placement` gives the same as data.
     """
     log.set_printing(enabled)
 
 
 def get_log_device_placement() -> bool:
-    """Whether operations are printed."""
+    """Returns whether a line is printed for each operation."""
     return log.is_printing()
 
 
 def simulate_devices(
     device_type: str, count: int, memory_limit: float | None = None, *, strict: bool = False
 ) -> list[PhysicalDevice]:
-    """Makes devices for a machine without any: shares of the CPU that behave like real ones.
+    """Makes devices for a machine without any: shares of the CPU that behave like real devices.
 
-    They take the place of all devices of that kind, so that a program meets the same ones on
-    every machine. `STRATAGEM_SIMULATE=gpu:4` does the same from outside, `gpu:4:strict` for strict ones.
+    They replace all devices of that kind, so that a program finds the same devices on
+    every machine. `STRATAGEM_SIMULATE=gpu:4` does the same from outside, `gpu:4:strict` makes strict ones.
 
-    Strict devices are devices of torch's own: a tensor is on `gpu:0` and not on `cpu`, two devices
-    do not mix, a copy has to be asked for. They find what a GPU would refuse, slowly
-    (docs/accelerators.md). A process that has had them keeps torch's one private slot taken.
+    Strict devices are real devices to torch: a tensor is on `gpu:0` and not on `cpu`, an operation on tensors of two
+    devices is an error, and a program must copy tensors itself. They find what a GPU would refuse, but they are slow
+    (docs/accelerators.md). A process that once had strict devices keeps torch's only private slot for them.
 
     Args:
         device_type: The kind to simulate, such as `GPU`.
-        count: How many.
-        memory_limit: The memory of each, in MiB; by default an even share of the machine's.
-        strict: Whether they are devices of torch's own; GPUs and TPUs can be, one kind in a process.
+        count: The number of devices.
+        memory_limit: The memory of each device, in MiB; by default an even share of the machine's memory.
+        strict: Whether they are real devices to torch; GPUs and TPUs can be strict, one kind in a process.
     Raises:
-        DeviceConfigurationError: Together they have more memory than the machine; strict devices of
-            this kind there are none, or another backend has torch's private slot.
-        DevicesInUseError: Devices are in use.
+        DeviceConfigurationError: Together they have more memory than the machine, this kind cannot be
+            strict, or another backend has torch's private slot.
+        DevicesInUseError: A strategy or a session uses devices already.
     Example:
         >>> simulate_devices("GPU", 2, memory_limit=256)[1]
         PhysicalDevice(name='/physical_device:GPU:1', device_type='GPU', simulated=True)

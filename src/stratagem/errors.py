@@ -16,7 +16,7 @@ class StratagemWarning(UserWarning):
 
 
 class UnknownNameError(StratagemError, AttributeError):
-    """There is no such name; if it is one of TensorFlow's, the error says what to write instead."""
+    """There is no such name. If TensorFlow has it, the error says what to write instead."""
 
 
 class DeviceError(StratagemError):
@@ -48,7 +48,7 @@ class EnvironmentVariableError(StratagemError, ValueError):
 
 
 class DeviceWarning(StratagemWarning):
-    """Devices are available, but not in the way that someone seems to have meant."""
+    """Devices are available, but probably not as the program or its environment meant it."""
 
 
 class PlacementError(DeviceError, RuntimeError):
@@ -56,11 +56,11 @@ class PlacementError(DeviceError, RuntimeError):
 
 
 class PlacementWarning(DeviceWarning):
-    """An operation runs elsewhere than it was placed."""
+    """An operation runs on another device than the one it was placed on."""
 
 
 class SharedMemoryError(StratagemError, OSError):
-    """Shared memory could not be had."""
+    """Shared memory could not be allocated."""
 
 
 class ReplicaError(StratagemError, RuntimeError):
@@ -68,11 +68,11 @@ class ReplicaError(StratagemError, RuntimeError):
 
 
 class PreemptedExit(SystemExit):
-    """SIGTERM has ended a training, which is saved; with the exit code of a program that is to be started again."""
+    """SIGTERM ended a training after it was saved. Its exit code, 75, tells schedulers to start the program again."""
 
 
 class LostError(StratagemError):
-    """A process that a strategy cannot do without is gone or does not get on; with a new one it could go on."""
+    """A process that a strategy needs died or stalled; `strategy.revive()` can replace it."""
 
 
 class ReplicaDiedError(ReplicaError, LostError):
@@ -80,7 +80,7 @@ class ReplicaDiedError(ReplicaError, LostError):
 
 
 class ReplicaStalledError(ReplicaError, LostError):
-    """A replica lives but does not get on."""
+    """The process of a replica is alive but makes no progress."""
 
 
 class StrategyError(StratagemError, RuntimeError):
@@ -100,7 +100,7 @@ class NonFiniteGradientError(StratagemError, ArithmeticError):
 
 
 class UnevenDataError(StratagemError, ValueError):
-    """Data does not divide over the replicas as it was asked to."""
+    """Data does not divide evenly over the replicas, and `uneven="error"` forbids that."""
 
 
 class ClusterError(StratagemError):
@@ -112,7 +112,7 @@ class ClusterSpecError(ClusterError, ValueError):
 
 
 class ClusterJoinError(ClusterError, RuntimeError):
-    """The tasks of a cluster did not come together."""
+    """The tasks of a cluster did not all join, or do not fit together."""
 
 
 class TaskLostError(ClusterError, RuntimeError):
@@ -120,11 +120,11 @@ class TaskLostError(ClusterError, RuntimeError):
 
 
 class WorkerError(ClusterError, RuntimeError):
-    """Workers that train together do not do the same."""
+    """Workers that train together did different things, or changed different values."""
 
 
 class WorkerStalledError(WorkerError):
-    """A worker lives, but has not come to where the others wait for it."""
+    """A worker is alive, but has not reached the point at which the others wait for it."""
 
 
 class ClusterResourcesError(ClusterError, RuntimeError):
@@ -136,7 +136,7 @@ class RayMissingError(ClusterError, ImportError):
 
 
 class ClusterTimeoutError(ClusterError, TimeoutError):
-    """What a task waited for did not come in time."""
+    """A task waited for something that did not arrive in time."""
 
 
 class AddressInUseError(ClusterError, OSError):
@@ -152,7 +152,7 @@ class TokenError(ClusterError, OSError):
 
 
 class HandshakeError(ClusterError, RuntimeError):
-    """Who answers at an address is no task of this cluster."""
+    """The program that answers at an address is not a task of this cluster."""
 
 
 class ProtocolError(ClusterError, RuntimeError):
@@ -164,11 +164,11 @@ class LaunchError(ClusterError, RuntimeError):
 
 
 class ClusterWarning(StratagemWarning):
-    """A cluster works, but not in the way that someone seems to have meant."""
+    """A cluster works, but probably not as the program or its environment meant it."""
 
 
 class GraphError(StratagemError, ValueError):
-    """A graph cannot hold what was to be recorded, or does not hold what was asked for."""
+    """A graph cannot record an operation, or does not have what was asked for."""
 
 
 class GraphTypeError(GraphError, TypeError):
@@ -176,7 +176,7 @@ class GraphTypeError(GraphError, TypeError):
 
 
 class FeedError(GraphError):
-    """What was fed is not what the tensor of the graph takes."""
+    """A fed value does not fit the tensor of the graph."""
 
 
 class SessionError(StratagemError, RuntimeError):
@@ -184,11 +184,11 @@ class SessionError(StratagemError, RuntimeError):
 
 
 class ParameterError(StratagemError, ValueError):
-    """What a parameter server was told breaks a rule."""
+    """A variable, gradient or option for a parameter server breaks a rule."""
 
 
 class StepCancelledError(StratagemError, RuntimeError):
-    """A step that was scheduled was never run, because another one had failed."""
+    """A scheduled step was never run, because another one had failed."""
 
 
 class EndOfDataError(StratagemError, StopIteration):
@@ -204,11 +204,11 @@ class CheckpointError(StratagemError, RuntimeError):
 
 
 class CheckpointWriteError(CheckpointError, OSError):
-    """A checkpoint could not be brought to the disk; those before it are as they were."""
+    """A checkpoint could not be written to the disk; earlier checkpoints are unchanged."""
 
 
 class CheckpointCorruptError(CheckpointError):
-    """A checkpoint is not what was written."""
+    """A checkpoint was damaged after it was written."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):

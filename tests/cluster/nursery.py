@@ -125,7 +125,13 @@ def run(
         except BaseException:
             program.kill()
             raise
-    return subprocess.CompletedProcess(program.args, program.returncode, out, err)
+    return subprocess.CompletedProcess(program.args, program.returncode, out, _without_leaks_of_triton(err))
+
+
+def _without_leaks_of_triton(err: str) -> str:
+    """Without what nanobind says at the end of a fork in which triton, of torch for CUDA, was imported before."""
+    words = ("nanobind: ", " - leaked ", " - ... skipped ", "See https://nanobind.")
+    return "".join(line for line in err.splitlines(keepends=True) if not line.startswith(words))
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ def workers(
     return make
 
 
-ROWS: dict[str, MakeStrategy] = {
+CPU_ROWS: dict[str, MakeStrategy] = {
     "one device": alone(lambda: sg.OneDeviceStrategy("cpu:0")),
     "mirrored 1": alone(lambda: sg.MirroredStrategy(["cpu:0"])),
     "mirrored 2": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"])),
@@ -125,6 +125,7 @@ STRICT_ROWS: dict[str, MakeStrategy] = {
     "strict 2 workers of 1": strict(workers(1, kind=target.KIND.lower())),
     "strict 2 workers of 2": strict(workers(2, kind=target.KIND.lower())),
 }
+ROWS = CPU_ROWS
 # Where torch_xla computes: `make test-tpu`.
 TPU_ROWS: dict[str, MakeStrategy] = {"tpu 4": alone(sg.TPUStrategy)}
 ON_XLA = os.environ.get("PJRT_DEVICE") == "CPU" and importlib.util.find_spec("torch_xla") is not None

@@ -21,6 +21,10 @@ _FEWEST = {
     "test_strategies.py": 15,
     "test_keras.py": 10,
     "test_collectives.py": 15,
+    "../foreign/test_torch_gradients.py": 30,
+    "../foreign/test_torch_data.py": 12,
+    "../foreign/test_torch_ddp.py": 35,
+    "../foreign/test_torch_state.py": 10,
 }  # tests that a row keeps, whatever is left out by nature
 _CHOSEN = [
     *(
@@ -30,6 +34,18 @@ _CHOSEN = [
     ("test_collectives.py", "3 strict GPUs"),
     ("test_keras.py", "strict mirrored 2"),
     pytest.param("test_keras.py", "strict one device", marks=pytest.mark.soak),
+    # Programs as others write them; how data comes to replicas is among them.
+    ("../foreign/test_torch_gradients.py", "strict mirrored 2"),
+    ("../foreign/test_torch_data.py", "strict mirrored 2"),
+    *(
+        pytest.param(f"../foreign/{suite}", row, marks=pytest.mark.soak)
+        for row, suite in (
+            ("strict mirrored 2", "test_torch_ddp.py"),
+            ("strict mirrored 2", "test_torch_state.py"),
+            ("strict one device", "test_torch_gradients.py"),
+            ("strict one device", "test_torch_data.py"),
+        )
+    ),
 ]
 
 
@@ -37,7 +53,8 @@ _CHOSEN = [
 @pytest.mark.parametrize(("suite", "row"), _CHOSEN)
 def test_strategy_on_strict_devices_keeps_the_contract(suite: str, row: str) -> None:
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:xdist"]
-    path = Path(__file__).with_name(suite)
+    path = (Path(__file__).parent / suite).resolve()
+    options += ["-k", "strict"] if "foreign" in suite else []  # there are tests with rows of their own
     done = nursery.run(["-m", "pytest", *options, path], 280, {**os.environ, STRICT: row}, cwd=nursery.ROOT)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) > _FEWEST[suite]

@@ -5,6 +5,7 @@ batch in this process, a strategy divides the batch over its replicas. What both
 """
 
 import contextlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
@@ -16,19 +17,33 @@ import stratagem as sg
 from stratagem import _tree
 from stratagem.objects.per_replica import PerReplica
 from stratagem.strategies.replicated import Replicated
-from tests.contracts.strategies_under_test import LOCAL, WORKERS, MakeStrategy, alone
-from tests.contracts.strategies_under_test import ROWS as CONTRACT_ROWS
+from tests.contracts.strategies_under_test import CPU_ROWS, LOCAL, STRICT, STRICT_ROWS, WORKERS, MakeStrategy, alone
 
 ROWS: dict[str, MakeStrategy] = {
-    "one device": CONTRACT_ROWS["one device"],
-    "mirrored 2": CONTRACT_ROWS["mirrored 2"],
+    "one device": CPU_ROWS["one device"],
+    "mirrored 2": CPU_ROWS["mirrored 2"],
     "mirrored 3": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])),
-    "mirrored 2 torch": CONTRACT_ROWS["mirrored 2 torch"],
+    "mirrored 2 torch": CPU_ROWS["mirrored 2 torch"],
     "mirrored 3 torch": alone(lambda: sg.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"], cross_device_ops="torch")),
-    "central storage 3": CONTRACT_ROWS["central storage 3"],
-    "parameter server 2": CONTRACT_ROWS["parameter server 2"],
-    "local sgd 2": CONTRACT_ROWS["local sgd 2"],
-    "2 workers of 1": CONTRACT_ROWS["2 workers of 1"],
+    "central storage 3": CPU_ROWS["central storage 3"],
+    "parameter server 2": CPU_ROWS["parameter server 2"],
+    "local sgd 2": CPU_ROWS["local sgd 2"],
+    "2 workers of 1": CPU_ROWS["2 workers of 1"],
+}
+# In a program of their own (`tests/contracts/test_strict_devices.py`), each as another row: what that refuses, it does.
+LIKE = {"strict mirrored 2": "mirrored 2 torch", "strict one device": "one device"}
+if STRICT in os.environ:
+    ROWS = {row: STRICT_ROWS[row] for row in LIKE if row == os.environ[STRICT]}
+# Left out there, by nature: they make tensors of the host in a step, or keep values of before the first run, which
+# brings a model to its device; or they need sparse kernels, which strict devices do not have; or a step fails, after
+# which replicas connect anew, and the guards take that for something left behind.
+ON_THE_HOST = {
+    *("sparse_adam", "sparse_embedding", "sparse_features", "sparse_results", "sparse_buffer_replaced_between_runs"),
+    *("two_optimizers_in_turns", "backup_of_values_stays_what_it_was", "batch_norm_converted_by_torch"),
+    *("modules_without_a_constructor", "moving_averages_swapped_in_for_a_test", "contrast_with_all_rows"),
+    *("weights_set_through_data", "sync_batch_norm_of_torch", "backward_of_several_losses_at_once"),
+    *("state_of_a_split_optimizer_changed_between_runs", "state_of_a_whole_optimizer_changed_between_runs"),
+    *("state_of_a_split_optimizer_changed_in_a_step", "state_of_a_whole_optimizer_changed_in_a_step"),
 }
 # Rows that differ from another one in how many replicas there are or in where variables lie: left to long runs, for
 # programs whose promise others have shown there.
@@ -164,7 +179,7 @@ class Program:
         self.refused = refused
         self.known = dict.fromkeys(known_in or ROWS, known) if known else {}
         failing = (*END_WITH_A_FAILURE, "one device") if refused or (known and not known_in) else ()
-        self.without = (*without, *failing, *(() if linear else LOCAL))
+        self.without = _with_strict((*without, *failing, *(() if linear else LOCAL)))
         self.seldom = seldom
         self._plain: Any = None
 
@@ -218,5 +233,9 @@ class Programs:
         return iter(self._programs)
 
 
+def _with_strict(rows: Sequence[str]) -> tuple[str, ...]:
+    return (*rows, *(row for row, other in LIKE.items() if other in rows))
+
+
 def _kept(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value

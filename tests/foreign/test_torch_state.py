@@ -16,8 +16,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.optim import swa_utils
 
 import stratagem as sg
-from tests.contracts.strategies_under_test import ROWS as CONTRACT_ROWS
-from tests.contracts.strategies_under_test import alone, opened_row
+from tests.contracts.strategies_under_test import CPU_ROWS, alone, opened_row
 from tests.foreign.programs import ROWS, Program, Programs, Runner
 
 programs = Programs()
@@ -615,7 +614,7 @@ def other(
     request: pytest.FixtureRequest, four_cpus: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[sg.Strategy]:
     """A strategy of another kind, for all programs."""
-    with opened_row(CONTRACT_ROWS[request.param], request, tmp_path_factory.mktemp("row")) as made:
+    with opened_row(CPU_ROWS[request.param], request, tmp_path_factory.mktemp("row")) as made:
         yield made
 
 

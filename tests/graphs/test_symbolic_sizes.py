@@ -54,7 +54,13 @@ def with_gradients(model: nn.Module) -> Callable[[torch.Tensor], list[torch.Tens
     ("compute", "shape"),
     [
         (with_gradients(nn.Sequential(nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(18, 3))), (1, 8, 8)),
-        (with_gradients(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True, dropout=0.0)), (3, 8)),
+        pytest.param(
+            with_gradients(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True, dropout=0.0)),
+            (3, 8),
+            marks=pytest.mark.xfail(
+                torch.__version__ < "2.13", reason="its linear layers ask for numbers", strict=True
+            ),
+        ),
         (with_gradients(nn.LSTM(4, 3, batch_first=True)), (5, 4)),
         (lambda x: [x.reshape(-1, 2), x * x.shape[0], x + torch.ones(x.shape[0], 1), x[1:], x.T @ x], (4,)),
         (lambda x: [x + torch.arange(x.shape[0])[:, None], x.mean(0), torch.cat([x, x]), x.argmax(1)], (4,)),

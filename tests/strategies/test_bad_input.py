@@ -620,7 +620,7 @@ def test_samplers_that_divide_the_data_themselves(each: sg.Strategy) -> None:
 
 @pytest.mark.parametrize("value", [1.0, torch.ones(2), {"a": 1.0}], ids=repr)
 def test_plain_values_have_no_sum_over_replicas(strategy: sg.MirroredStrategy, value: object) -> None:
-    with pytest.raises(StrategyError, match=r"reduce\('sum'\) takes what run returned, with a value of each of 2"):
+    with pytest.raises(StrategyError, match=r"reduce\('sum'\) takes what run returned, one value from each of 2"):
         strategy.reduce("sum", value)
     with pytest.raises(StrategyError, match="gather takes what run returned"):
         strategy.gather(value)
@@ -659,9 +659,9 @@ def test_batches_of_another_strategy(strategy: sg.MirroredStrategy, servers: sg.
             (servers, of_two, "ParameterServerStrategy has 1 .* of a strategy with 2"),
             (strategy, of_one, "MirroredStrategy has 2 .* of a strategy with 1"),
         ):
-            with pytest.raises(StrategyError, match=f"{text}: rows would be lost"):
+            with pytest.raises(StrategyError, match=f"{text}, so that rows would be lost"):
                 runner.run(torch.sum, args=(batch,))
-            with pytest.raises(StrategyError, match=f"{text}: rows would be lost"):
+            with pytest.raises(StrategyError, match=f"{text}, so that rows would be lost"):
                 runner.run(torch.sum, kwargs={"input": {"deep": batch}})
     with pytest.raises(StrategyError, match="of a strategy with 2"):
         sg.ClusterCoordinator(servers).schedule(torch.sum, args=(of_two,))
@@ -732,14 +732,14 @@ def test_runs_that_are_given_an_iterator(each: sg.Strategy) -> None:
         lambda: each.run(next, args=iterator),
         lambda: each.run(next, kwargs={"it": [iterator]}),
     ):
-        with pytest.raises(StrategyError, match=r"say num_steps=16, or take .* args=\(next\(iterator\),\)"):
+        with pytest.raises(StrategyError, match=r"write num_steps=16, or give it one batch: .* args=next\(iterator\)"):
             run()
 
 
 def test_runs_that_are_given_distributed_data_instead_of_an_iterator(each: sg.Strategy) -> None:
     for data in (each.distribute([torch.ones(4)]), each.distribute(torch.ones(4), global_batch_size=2)):
         for num_steps in (None, 2):
-            with pytest.raises(StrategyError, match=r"begins anew .* iterator = iter\(data\)"):
+            with pytest.raises(StrategyError, match=r"got distributed data.* iterator = iter\(data\)"):
                 each.run(len, args=(data,), num_steps=num_steps)
 
 

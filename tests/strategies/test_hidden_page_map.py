@@ -106,7 +106,7 @@ def test_strategy_takes_private_copies_and_says_so_once(outcomes: dict[str, Any]
     assert category == "StratagemWarning"
     assert file == outcomes["program"]
     assert region.PAGEMAP in message
-    assert "a copy of the variables" in message
+    assert "copy of the variables" in message
 
 
 @pytest.mark.parametrize("name", ["one_device", "chosen"])

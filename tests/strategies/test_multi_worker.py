@@ -76,7 +76,7 @@ def test_who_is_waited_for_is_told_when_it_takes_long(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("strategy", [sg.MirroredStrategy, sg.CentralStorageStrategy])
 def test_strategies_of_one_machine_warn_of_other_workers(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tf_config(monkeypatch, workers(2), "worker", 1)
-    with pytest.warns(StratagemWarning, match="this is worker/1 of 2 workers: each trains a model of its own"):
+    with pytest.warns(StratagemWarning, match="this is worker/1 of 2 workers: each of them trains its own model"):
         strategy(["cpu:0"]).close()
     tf_config(monkeypatch, workers(1), "worker", 0)
     strategy(["cpu:0"]).close()  # warnings are errors here

@@ -55,35 +55,39 @@ class RunCommand(TyperCommand):
 
 
 def run(
-    program: Annotated[str | None, typer.Argument(metavar="PROGRAM", help="A file, or a module with -m.")] = None,
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="The program's own.")] = None,
+    program: Annotated[
+        str | None, typer.Argument(metavar="PROGRAM", help="A Python file, or a module with -m.")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="The arguments of the program.")
+    ] = None,
     *,
     module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as in python -m.")] = False,
     devices: Annotated[
-        str | None, typer.Option(metavar="KIND:N", help="What each process sees: cpu:4, gpu:2, gpu:all, gpu:1,cpu:2.")
+        str | None, typer.Option(metavar="KIND:N", help="Devices that each process sees: cpu:4, gpu:2, gpu:all.")
     ] = None,
     workers: Annotated[int | None, _in_cluster(metavar="N", help="Start a cluster of N workers.")] = None,
-    ps: Annotated[int, _in_cluster(metavar="N", help="Parameter servers.")] = 0,
-    chief: Annotated[bool, _in_cluster("--chief", help="A chief beside the workers.")] = False,
-    evaluator: Annotated[bool, _in_cluster("--evaluator", help="An evaluator.")] = False,
+    ps: Annotated[int, _in_cluster(metavar="N", help="Start N parameter servers.")] = 0,
+    chief: Annotated[bool, _in_cluster("--chief", help="Start a chief beside the workers.")] = False,
+    evaluator: Annotated[bool, _in_cluster("--evaluator", help="Start an evaluator.")] = False,
     max_restarts: Annotated[
         int, _in_cluster(metavar="N", help="Start all tasks again after a failure, up to N times.")
     ] = 0,
-    grace: Annotated[float, _in_cluster(metavar="S", help="Seconds that tasks have to end when asked to.")] = 10.0,
+    grace: Annotated[float, _in_cluster(metavar="S", help="Seconds that tasks have to end after SIGTERM.")] = 10.0,
     heartbeat_timeout: Annotated[
         float | None,
         _in_cluster(
-            metavar="S", help="Seconds that a task may give no sign of life while its machine answers; 30 by default."
+            metavar="S", help="Seconds without heartbeats before a task is lost whose machine answers; 30 by default."
         ),
     ] = None,
     evaluator_grace: Annotated[
-        float, _in_cluster(metavar="S", help="Seconds that the evaluator has after training.")
+        float, _in_cluster(metavar="S", help="Seconds that the evaluator may go on after training.")
     ] = 60.0,
     log_dir: Annotated[
         Path | None,
         _in_output(
             metavar="DIR",
-            help="Keep the output of every task here, in place of that of the run before. By default it is kept only "
+            help="Keep the output of every task here; it replaces that of an earlier run. By default it is kept only "
             "if the run fails.",
         ),
     ] = None,
@@ -95,14 +99,14 @@ def run(
             "the first task, as it is.",
         ),
     ] = None,
-    verbose: Annotated[bool, _in_output("--verbose", "-v", help="--show all.")] = False,
-    dry_run: Annotated[bool, _in_output("--dry-run", help="Only say what would be started where.")] = False,
-    explain: Annotated[bool, _in_output("--explain", help="As --dry-run, and say why.")] = False,
-    as_json: Annotated[bool, _in_output("--json", help="With --dry-run or --explain: JSON.")] = False,
-    nnodes: Annotated[int, _in_machines(metavar="N", help="How many machines.")] = 1,
-    node_rank: Annotated[int, _in_machines(metavar="N", help="Which of them this is, from 0.")] = 0,
-    rdzv_endpoint: Annotated[str, _in_machines(metavar="HOST:PORT", help="Where machine 0 awaits the others.")] = "",
-    local_addr: Annotated[str, _in_machines(metavar="HOST", help="By which others reach this machine.")] = "",
+    verbose: Annotated[bool, _in_output("--verbose", "-v", help="The same as --show all.")] = False,
+    dry_run: Annotated[bool, _in_output("--dry-run", help="Start nothing; say which tasks would run where.")] = False,
+    explain: Annotated[bool, _in_output("--explain", help="The same as --dry-run, with the reasons.")] = False,
+    as_json: Annotated[bool, _in_output("--json", help="Print JSON, with --dry-run or --explain.")] = False,
+    nnodes: Annotated[int, _in_machines(metavar="N", help="The number of machines.")] = 1,
+    node_rank: Annotated[int, _in_machines(metavar="N", help="The number of this machine, from 0.")] = 0,
+    rdzv_endpoint: Annotated[str, _in_machines(metavar="HOST:PORT", help="The address at which machine 0 waits.")] = "",
+    local_addr: Annotated[str, _in_machines(metavar="HOST", help="The address of this machine for others.")] = "",
     join_timeout: Annotated[float, _in_machines(metavar="S", help="Seconds to wait for all machines.")] = 60.0,
     ray: Annotated[
         str | None,
@@ -112,8 +116,8 @@ def run(
             "new Ray of this machine alone. By default one worker on each of its machines.",
         ),
     ] = None,
-    cpus_per_worker: Annotated[float | None, _in_ray(metavar="N", help="What Ray reserves for each task.")] = None,
-    gpus_per_worker: Annotated[float | None, _in_ray(metavar="N", help="The same for GPUs.")] = None,
+    cpus_per_worker: Annotated[float | None, _in_ray(metavar="N", help="CPUs that Ray reserves for each task.")] = None,
+    gpus_per_worker: Annotated[float | None, _in_ray(metavar="N", help="GPUs that Ray reserves for each task.")] = None,
 ) -> None:
     """Run a program on the devices named, as one process or as the tasks of a cluster.
 

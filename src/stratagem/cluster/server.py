@@ -41,9 +41,9 @@ class _TerminatedError(BaseException):
 
 @final
 class Server(StaysHere):
-    """A task of a cluster, which answers on its address; as in TensorFlow.
+    """A task of a cluster that answers at its address, as in TensorFlow.
 
-    It listens on the address of its task only, and talks to nobody who does not have the token.
+    It listens at the address of its task only, and refuses connections without the token.
 
     Args:
         cluster: All tasks.

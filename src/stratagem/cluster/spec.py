@@ -44,10 +44,10 @@ class Task:
 @final
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class ClusterSpec:
-    """Which tasks a cluster has, by job, each with its address; as in TensorFlow, checked when built.
+    """Lists the tasks of a cluster by job, each with its address, as in TensorFlow. It is checked when it is made.
 
-    Jobs are chief (or master), worker, ps, evaluator and local. Indices may have gaps: such tasks do not
-    exist. A task whose address is None takes part, but nobody can connect to it.
+    Jobs are chief (or master), worker, ps, evaluator and local. Indices may have gaps: those tasks do not
+    exist. A task whose address is None takes part, but no other task can connect to it.
 
     Args:
         cluster: For each job a list of addresses or a mapping from index to address; or the same as

@@ -66,9 +66,9 @@ class LogicalDeviceConfiguration:
     are shares of its memory; those without a limit divide what the others leave.
 
     Args:
-        memory_limit: In MiB.
-        memory_fraction: The limit as a part of the device's memory, in place of MiB.
-        num_cores: How many cores of a CPU; by default the cores are divided evenly.
+        memory_limit: The memory limit, in MiB.
+        memory_fraction: The memory limit as a part of the device's memory, in place of MiB.
+        num_cores: The number of cores, for a CPU; by default the cores are divided evenly.
     Raises:
         DeviceConfigurationError: A value is not positive, or both kinds of limit are given.
     Example:

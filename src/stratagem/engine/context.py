@@ -129,7 +129,7 @@ class ReplicaContext:
 
     @property
     def has_examples(self) -> bool:
-        """Whether this replica has rows of the batch; else it has a copy of one, which counts for nothing."""
+        """Whether this replica has rows of the batch. If not, it has a copy of a row, which counts for nothing."""
         return self._counted[self._collective.rank] and self._share > 0
 
     @property
@@ -139,12 +139,12 @@ class ReplicaContext:
 
     @property
     def num_examples(self) -> int:
-        """How many rows of the global batch this replica has; 1 if its batch has none, 0 if it trains alone."""
+        """The number of rows of the global batch that this replica has; 1 without a batch, 0 if it trains alone."""
         return 0 if self._replica is None else int(self._replica.num_examples)
 
     @property
     def loss_weight(self) -> float:
-        """By which a loss of this replica counts: by its share, if nothing else was said with `weight`."""
+        """The weight of this replica's losses: its share of the rows, unless `weight` set another one."""
         return self._share if self._replica is None else self._replica.loss_weight
 
     @property
@@ -153,19 +153,19 @@ class ReplicaContext:
         return counted if any(counted) else [True] * self._collective.size
 
     def all_reduce(self, op: str, value: Any) -> Any:
-        """The sum, mean, max or min over all replicas of a tensor, or of each in a nesting.
+        """Returns the sum, mean, max or min over all replicas, of a tensor or of each tensor in a nesting.
 
-        Gradients flow through it, to the replicas that they come from. Replicas without examples are left out.
+        Gradients flow through it, back to the replicas. Replicas without examples are left out.
         """
         op = per_replica.require_op(op)
         reduce = functools.partial(differentiable.all_reduce, self._collective, op=op, counted=self._counted)
         return _tree.map(lambda each: reduce(_tensor("all_reduce", each)), value)
 
     def all_gather(self, value: Any, axis: int = 0) -> Any:
-        """The tensors of all replicas, one after the other along an axis; single numbers become a vector.
+        """Joins the tensors of all replicas along an axis; single numbers become a vector.
 
-        Gradients flow through it: a contrastive loss over the rows of all replicas trains as on one device. Replicas
-        without examples are left out; they themselves find the tensors of all.
+        Gradients flow through it: a contrastive loss over the rows of all replicas trains as on one device. Tensors of
+        replicas without examples are left out; these replicas get the result, too.
         """
 
         def gathered(each: Any) -> torch.Tensor:
@@ -177,19 +177,19 @@ class ReplicaContext:
         return _tree.map(gathered, value)
 
     def weight(self, number: float) -> contextlib.AbstractContextManager[None]:
-        """Lets the losses of this replica count by a number over the sum of all replicas' numbers.
+        """Weights the losses of this replica by a number, divided by the sum of the numbers of all replicas.
 
-        Without it a replica counts by its rows, which is right for a mean over rows. A mean over tokens (padding, an
-        `ignore_index`) counts by its tokens:
+        Without it the weight of a replica is its number of rows, which is right for a mean over rows. For a mean over
+        tokens (padding, an `ignore_index`) give the number of tokens:
 
             with sg.get_replica_context().weight((targets != -100).sum()):
                 loss.backward()
 
-        Every replica calls it. It holds for the backward passes inside the block; without `with`, for those that
-        follow in the step.
+        Every replica must call it. It holds for the backward passes in the block; without `with`, for all later ones
+        of the step.
 
         Args:
-            number: How much this replica's loss is the mean of; 0 if it has nothing to add.
+            number: The number of things that this replica's loss is the mean of; 0 if it adds nothing.
         Raises:
             StrategyError: The number is negative or not finite.
         """
@@ -204,19 +204,19 @@ class ReplicaContext:
         return _Weight(self._replica, self._replica.weigh(value))
 
     def no_contribution(self) -> None:
-        """Takes the place of a backward pass that the other replicas make: this one adds nothing to their gradients.
+        """Replaces a backward pass: this replica takes part in that of the others and adds nothing to their gradients.
 
-        For a replica whose loss cannot be used (it is not finite, there are no labels), while others train: all must
-        call `backward()` equally often.
+        Call it in a replica whose loss cannot be used (it is not finite, there are no labels) while the others call
+        `backward()`: all replicas must take part in each backward pass.
         """
         if self._replica is not None:
             self._replica.no_contribution()
 
     def update(self, function: Callable[[], None]) -> None:
-        """Calls a function that updates variables without an optimizer of torch's.
+        """Calls a function that updates variables without a torch optimizer.
 
-        Workers of a parameter server, who update the same variables, do it one after the other, each to the newest
-        values. Elsewhere it is just called.
+        Workers of a parameter server, which update the same variables, call it one after the other, each with the
+        newest values. Under other strategies it is simply called.
         """
         if not callable(function):
             raise StrategyError(f"update calls a function that changes variables, got {type(function).__name__}")
@@ -439,7 +439,7 @@ def _replicas_here() -> list[ReplicaContext]:
 
 
 def has_strategy() -> bool:
-    """Whether the code runs inside the scope of a strategy, or in one of its replicas.
+    """Returns whether the code runs in the scope of a strategy or in one of its replicas.
 
     Example:
         >>> has_strategy()
@@ -465,7 +465,7 @@ def current_replica() -> ReplicaContext | None:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the code sees all replicas: in a scope outside `strategy.run`, or in the function of `merge_call`.
+    """Returns whether the code sees all replicas: in a scope outside `strategy.run`, or in a function of `merge_call`.
 
     Example:
         >>> import stratagem as sg

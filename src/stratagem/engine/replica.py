@@ -192,7 +192,7 @@ class Replica:
         if update is not None:
             self.updates[name] = update
         elif self.device.type != "cpu" and not self.recipe.kept_on:
-            _follow(optimizer)
+            follow_parameters(optimizer)
         once = CentralUpdate(self, torch.device(self.recipe.kept_on)) if self.recipe.kept_on else None
 
         def step(closure: Any = None) -> Any:
@@ -653,7 +653,7 @@ def _have_cores_of_their_own(devices: Sequence[LogicalDevice]) -> bool:
     return all(device.cores for device in devices) and len(set(cores)) == len(cores)
 
 
-def _follow(optimizer: torch.optim.Optimizer) -> None:
+def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Moves what an optimizer remembers of its parameters to where they are now."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():

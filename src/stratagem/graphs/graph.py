@@ -35,12 +35,12 @@ _META = torch.device("meta")
 
 @final
 class Graph(StaysHere):
-    """Operations of torch that are recorded, not run; a `Session` runs them.
+    """Records torch operations without running them; a `Session` runs them.
 
-    Inside the block everything that torch computes on tensors of the graph is recorded with the device that the scopes
-    around it ask for, gradients and in-place changes included; shapes and types are known at once. Parameters of
-    modules, and tensors that are changed in place, become variables, other tensors constants. What concerns no tensor
-    of the graph is computed at once, as ever, and belongs to the device of the scopes around it. Random numbers that
+    In the block, every torch operation on tensors of the graph is recorded with the device that the `sg.device` scopes
+    around it ask for, gradients and in-place changes included. Shapes and types are known at once. Parameters of
+    modules, and tensors that are changed in place, become variables; other tensors become constants. An operation
+    without tensors of the graph is computed at once, on the device of the scopes around it. Random numbers that
     are made in the block (`torch.rand(2)`, and what is computed of it) are values for the program, to be fed or put
     into a weight; where the graph uses them, or they are fetched, they are drawn anew in each run, from torch's
     generator of that time (`torch.manual_seed`). `sg.constant(torch.rand(2))`, weights and buffers keep theirs.
@@ -126,7 +126,7 @@ _default: list[Graph] = []
 
 
 def get_default_graph() -> Graph:
-    """The graph of the block around the caller; outside of any, one that belongs to the program.
+    """Returns the graph of the current `with` block; outside of all blocks, the default graph of the program.
 
     Example:
         >>> with Graph() as graph:
@@ -141,7 +141,7 @@ def get_default_graph() -> Graph:
 
 
 def reset_default_graph() -> None:
-    """Begins a new graph for what is recorded outside of any block.
+    """Replaces the default graph of the program by a new, empty one.
 
     Example:
         >>> before = get_default_graph()
@@ -154,7 +154,7 @@ def reset_default_graph() -> None:
 
 @scopes.recording()
 def placeholder(dtype: torch.dtype, shape: Sequence[int | None] | int = (), name: str | None = None) -> GraphTensor:
-    """A tensor whose value is fed to each run.
+    """Returns a tensor of the graph whose value is fed in each run.
 
     Args:
         dtype: Its type, such as `torch.float32`.
@@ -176,7 +176,7 @@ def placeholder(dtype: torch.dtype, shape: Sequence[int | None] | int = (), name
 def constant(
     value: Any, dtype: torch.dtype | None = None, shape: Shape | None = None, name: str | None = None
 ) -> GraphTensor:
-    """A tensor with a fixed value; a text may be one too.
+    """Returns a tensor of the graph with a fixed value; the value may be a text.
 
     Args:
         value: Numbers, nested lists of them, an array, a tensor, or a text.
@@ -216,7 +216,7 @@ def get_variable(
     *,
     trainable: bool = True,
 ) -> GraphTensor:
-    """A tensor that keeps its value from run to run of a session; in-place operations change it.
+    """Returns a variable: a tensor that keeps its value between runs of a session; in-place operations change it.
 
     On a cluster it is kept in the task that it is placed on, and all sessions share it that have a variable of the same
     name there (`sg.container`): the first gives it its first value.
@@ -266,10 +266,10 @@ def get_variable(
 
 @contextlib.contextmanager
 def container(name: str) -> Iterator[None]:
-    """Lets variables that are made in the block be kept under a name of their own in the tasks of a cluster.
+    """Puts variables that are made in the block into a container: a name space in the tasks of a cluster.
 
-    Sessions on a cluster share variables that have the same name in the same container. Outside of any block that is
-    the container `""`.
+    Sessions on a cluster share variables that have the same name in the same container. Outside of all blocks the
+    container is `""`.
 
     Example:
         >>> with Graph(), container("trial 7"):
@@ -286,7 +286,7 @@ def container(name: str) -> Iterator[None]:
 
 @scopes.recording()
 def assign(variable: GraphTensor, value: GraphTensor | torch.Tensor | float) -> GraphTensor:
-    """The new value of a variable, which it gets when this is fetched.
+    """Gives a variable a new value when a session runs it; returns that value.
 
     Raises:
         GraphError: The first argument is no variable, or the value does not fit.
@@ -313,7 +313,7 @@ def assign(variable: GraphTensor, value: GraphTensor | torch.Tensor | float) -> 
 
 
 def add_n(inputs: Sequence[torch.Tensor], name: str | None = None) -> torch.Tensor:
-    """The sum of tensors of one shape and type, as one operation; of ordinary tensors, at once.
+    """Returns the sum of tensors of one shape and type, as one operation; ordinary tensors are added at once.
 
     Raises:
         GraphError: There are none, or they differ.
@@ -362,9 +362,9 @@ class VariablesInitializer:
 
 
 def global_variables_initializer() -> VariablesInitializer:
-    """What gives all variables of the graph their first values, anew each time that it is run.
+    """Returns an operation that gives all variables of the graph their first values, each time that it is run.
 
-    A session does so by itself for variables that it has not met; running this is for beginning again.
+    A session does this by itself for variables that have no value yet; run it to begin again.
 
     Example:
         >>> import stratagem as sg

@@ -69,11 +69,11 @@ class Traced:
 
 
 def trace(function: Callable[..., Any], *examples: Any) -> Traced:
-    """Records what a function does with tensors, a training step included: gradients and updates of an optimizer.
+    """Records what a function does with tensors as a graph, also a training step with gradients and updates.
 
     Nothing is computed. Tensors that exist already, such as the parameters of a model and the state of an optimizer,
-    are variables: a session reads them when it runs, and changes them when it has succeeded. Other arguments than
-    tensors, and what the function does in Python, stay as they were during the recording.
+    are variables: a session reads them when it runs, and changes them when the run has succeeded. Arguments that are
+    no tensors, and what the function does in Python, stay as they were during the recording.
 
     Args:
         function: What to record; it must not depend on the values of tensors.

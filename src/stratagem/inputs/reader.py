@@ -51,12 +51,12 @@ class InputHost(Protocol):
 
 @dataclass(frozen=True)
 class InputContext:
-    """Where in the system a function given to `distribute_from_function` makes its data.
+    """Tells a function of `distribute_from_function` for which process it makes data.
 
     Args:
-        num_input_pipelines: How many processes make data.
-        input_pipeline_id: The number of this one.
-        num_replicas_in_sync: How many replicas share a global batch.
+        num_input_pipelines: The number of processes that make data.
+        input_pipeline_id: The number of this process.
+        num_replicas_in_sync: The number of replicas that share a global batch.
     Example:
         >>> InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(64)
         16
@@ -67,7 +67,7 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Each replica's part of a global batch.
+        """Returns the number of examples that each replica gets of a global batch.
 
         Raises:
             StrategyError: The global batch does not divide evenly.

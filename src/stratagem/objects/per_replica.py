@@ -69,7 +69,7 @@ def _brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @final
 class PerReplica:
-    """One value for each replica; `values` gives them, in the order of the replicas.
+    """One value for each replica. `values` is the tuple of them, in the order of the replicas.
 
     Args:
         values: The values, or functions that fetch them.

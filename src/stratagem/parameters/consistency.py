@@ -75,12 +75,12 @@ class Consistency(abc.ABC):
 @final
 @dataclasses.dataclass(frozen=True)
 class Async(Consistency):
-    """Nobody waits: a push is applied when it comes.
+    """No worker waits: each push is applied when it arrives.
 
     Args:
-        rate_of: The factor of the learning rate of a push, by its staleness; for example
-            `lambda staleness: 1 / (1 + staleness)`. By default 1. Between machines what it gives for 127 holds for all
-            beyond.
+        rate_of: A function of the staleness of a push that returns a factor for its learning rate; for example
+            `lambda staleness: 1 / (1 + staleness)`. By default the factor is 1. Between machines a staleness above 127
+            counts as 127.
     Example:
         >>> Async(rate_of=lambda staleness: 1 / (1 + staleness)).rate_of(3)
         0.25
@@ -105,14 +105,14 @@ class Async(Consistency):
 @final
 @dataclasses.dataclass(frozen=True)
 class BoundedStaleness(Consistency):
-    """No push is applied that has missed more than so many others: workers that are ahead wait.
+    """Limits staleness: a push may have missed at most `max_staleness` other pushes, and workers that are ahead wait.
 
-    At most `max_staleness + 1` workers compute at a time. Between machines each worker counts its own pushes, and one
-    that is more than `max_staleness` of them ahead of the slowest waits.
+    At most `max_staleness + 1` workers compute at a time. Between machines each worker counts its own pushes, and a
+    worker waits while it is more than `max_staleness` pushes ahead of the slowest.
 
     Args:
-        max_staleness: How many pushes of others may be applied between a worker's pull and its push.
-        rate_of: The factor of the learning rate of a push, by its staleness. By default 1.
+        max_staleness: The largest number of other pushes between a worker's pull and its push.
+        rate_of: A function of the staleness of a push that returns a factor for its learning rate. By default 1.
     Example:
         >>> BoundedStaleness(4).max_staleness
         4
@@ -141,13 +141,13 @@ class BoundedStaleness(Consistency):
 @final
 @dataclasses.dataclass(frozen=True)
 class Synchronous(Consistency):
-    """Workers share each global batch, and one update is made of all their gradients.
+    """Workers share each global batch, and their gradients make one update.
 
-    Without backup workers that equals one device. With some, the first gradients of a step count and the
-    slowest are dropped: nobody waits for a straggler.
+    Without backup workers the result equals that of one device. With backup workers, a step uses the gradients that
+    arrive first and drops the slowest: no worker waits for a straggler.
 
     Args:
-        backup_workers: How many gradients of a step may be missing.
+        backup_workers: The number of gradients that a step may leave out.
     Example:
         >>> Synchronous(backup_workers=1)
         Synchronous(backup_workers=1)

@@ -24,11 +24,11 @@ class Partitioner(Protocol):
 @final
 @dataclasses.dataclass(frozen=True)
 class MinSizePartitioner:
-    """As many parts as there are shards, but none below a size.
+    """Cuts a variable into as many parts as there are shards, but no part is smaller than a size.
 
     Args:
-        min_shard_bytes: The least that a part has.
-        max_shards: The most parts; by default as many as there are shards.
+        min_shard_bytes: The least number of bytes of a part.
+        max_shards: The largest number of parts; by default the number of shards.
     Example:
         >>> MinSizePartitioner(min_shard_bytes=256 << 10, max_shards=2)
         MinSizePartitioner(min_shard_bytes=262144, max_shards=2)
@@ -47,11 +47,11 @@ class MinSizePartitioner:
 @final
 @dataclasses.dataclass(frozen=True)
 class MaxSizePartitioner:
-    """As many parts as it takes for none to be above a size, as far as there are shards.
+    """Cuts a variable into so many parts that none is larger than a size, but not more than there are shards.
 
     Args:
-        max_shard_bytes: The most that a part has.
-        max_shards: The most parts; by default as many as there are shards.
+        max_shard_bytes: The largest number of bytes of a part.
+        max_shards: The largest number of parts; by default the number of shards.
     Example:
         >>> MaxSizePartitioner(max_shard_bytes=64 << 20)
         MaxSizePartitioner(max_shard_bytes=67108864, max_shards=None)
@@ -70,10 +70,10 @@ class MaxSizePartitioner:
 @final
 @dataclasses.dataclass(frozen=True)
 class FixedShardsPartitioner:
-    """The same number of parts for every variable that has enough rows.
+    """Cuts every variable that has enough rows into the same number of parts.
 
     Args:
-        num_shards: How many parts.
+        num_shards: The number of parts.
     Example:
         >>> FixedShardsPartitioner(2)
         FixedShardsPartitioner(num_shards=2)

@@ -20,7 +20,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def place(model: _Module, devices: DeviceLike | Mapping[str, DeviceLike]) -> _Module:
     """Moves a model, or parts of it, to devices; its operations follow their parameters there.
 
-    Parameters stay the same objects, so that an optimizer keeps them; one that has state already does not move it.
+    Parameters stay the same objects, so that an optimizer keeps them. State that an optimizer already has is not moved.
 
     Args:
         model: Any module.

@@ -400,7 +400,7 @@ def release(tensors: Iterable[torch.Tensor], since: int = 0) -> None:
 
 
 def device_of(tensor: torch.Tensor) -> LogicalDevice:
-    """The logical device that a tensor is on.
+    """Returns the logical device that a tensor is on.
 
     Raises:
         DeviceTypeError: It is not a tensor.

@@ -163,10 +163,10 @@ class DeviceScope:
 
 
 def device(target: ScopeTarget) -> DeviceScope:
-    """Places what is made or computed inside on a device: `with sg.device("/gpu:1"):`, or as a decorator.
+    """Places what is made or computed in a block on a device: `with sg.device("/gpu:1"):`, or as a decorator.
 
-    Inner scopes win, part by part: `/job:worker/task:1` around `/gpu:0` is both; an inner kind takes no index from
-    outside. Scopes belong to a thread, and in it to a coroutine.
+    Inner scopes win, part by part: `/gpu:0` inside `/job:worker/task:1` means both; an inner kind of device takes no
+    index from outside. A scope holds for its thread, and there for its coroutine.
 
     Args:
         target: A device in any spelling, whole or in part; `None` for no scope at all, as if outside; or a function

@@ -11,14 +11,14 @@ from stratagem.placement.scopes import Operation, read_target
 
 @final
 class SpreadVariables:
-    """Chooses for each variable the device that has least so far.
+    """Chooses for each variable the device that has the least bytes so far; a function for `sg.device`.
 
-    Inside `sg.device(...)` it decides about new tensors, such as those of layers made there, and about the variables
-    of a graph; all else runs where its inputs are, or where the scopes around ask for. TensorFlow's
+    It places new tensors, such as those of layers made in the block, and the variables
+    of a graph. Other operations run where their inputs are, or where the scopes around them say. TensorFlow's
     `replica_device_setter` with a greedy strategy does the same.
 
     Args:
-        devices: Where variables may be: devices of this process, or of tasks (`/job:ps/task:0`) in a session.
+        devices: The devices for variables: of this process, or of tasks (`/job:ps/task:0`) in a session.
     Raises:
         DeviceConfigurationError: There is none, or one is named twice.
     Example:

@@ -138,8 +138,15 @@ def survives(error: BaseException) -> bool:
         return False
 
 
+def _refuse_compiled(obj: Any) -> Any:
+    """Refuses what `torch.compile` made: torch 2.12 would send it, and then compile what is around the step."""
+    if _torch.is_compiled(obj):
+        raise pickle.PicklingError("torch.compile made it")
+    return NotImplemented
+
+
 # How objects of other libraries travel: given an object, what pickle's `__reduce__` returns, or `NotImplemented`.
-reducers: list[Callable[[Any], Any]] = [_torch.reduce_parametrized]
+reducers: list[Callable[[Any], Any]] = [_refuse_compiled, _torch.reduce_parametrized]
 
 _NEVER_NAMED = frozenset({int, float, bool, str, bytes, type(None), tuple})
 

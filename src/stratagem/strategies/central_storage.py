@@ -13,25 +13,24 @@ from stratagem.strategies.replicated import Replicated, choose_devices, choose_e
 
 @final
 class CentralStorageStrategy(Replicated[LocalReplicas]):
-    """Keeps every variable once, and updates it once.
+    """Keeps every variable once, and updates it once per step.
 
-    Replicas that compute on the CPU see the variables in memory that they share: with any number of
-    them, parameters and the optimizer's state take the memory of one. Accelerators work on copies; the
-    optimizer's state, and the values that it updates, are on `parameter_device` alone.
+    Replicas on the CPU share the memory of the variables: parameters and optimizer state take the memory of one
+    copy, whatever the number of replicas. Replicas on accelerators compute with copies of the parameters; the
+    optimizer state, and the values that it updates, are on `parameter_device` only.
 
     Args:
-        compute_devices: Where the replicas compute; by default all logical devices of the best kind.
-        parameter_device: Where variables are kept; by default the memory of the host.
-        gradients: `mean`: a loss is a mean over a replica's rows and counts by them. `sum`: losses are added up;
-            for sums over rows that the program divides by the global batch itself, which `mean` would divide again.
-        unused: What a parameter that only some replicas used means: `zero` gradients, or an `error`.
-        on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
-        check_copies_every: After how many steps accelerators make sure that their copies are still the same; a
-            `DriftError` says which are not. 0 for never.
-        stall_timeout_s: How long replicas wait for another before it counts as stalled.
+        compute_devices: The devices of the replicas; by default all logical devices of the best kind.
+        parameter_device: The device that keeps the variables; by default the memory of the host.
+        gradients: `mean` or `sum`, as in `MirroredStrategy`.
+        unused: `zero` or `error`, as in `MirroredStrategy`.
+        on_nonfinite: `skip`, `raise` or `apply`, as in `MirroredStrategy`.
+        check_copies_every: The number of steps after which accelerators check that their copies are still equal; a
+            `DriftError` names those that differ. 0 never checks.
+        stall_timeout_s: How many seconds replicas wait for another one before they report it as stalled.
     Raises:
-        DeviceError: A device is named twice or does not exist.
-        StrategyError: An option is not one of its values, or the call is inside a replica.
+        DeviceError: A device comes twice or does not exist.
+        StrategyError: An option has a value that it does not take, or the call is inside a replica.
     Example:
         >>> import torch
         >>> strategy = CentralStorageStrategy(["cpu:0"])

@@ -27,7 +27,7 @@ _keys = itertools.count(1)
 
 @final
 class RemoteValue(StaysHere):
-    """What a scheduled function will have returned.
+    """The future result of a scheduled function.
 
     Args:
         workers: Who run it.
@@ -48,11 +48,11 @@ class RemoteValue(StaysHere):
 
     @property
     def is_done(self) -> bool:
-        """Whether it can be fetched without waiting."""
+        """Returns whether it can be fetched without waiting."""
         return self._step.is_done
 
     def fetch(self) -> Any:
-        """Waits for the value.
+        """Waits for the value and returns it.
 
         Raises:
             StepCancelledError: The function was never run, because another one had failed.
@@ -126,22 +126,23 @@ class PerWorkerIterator:
 
 @final
 class ClusterCoordinator(StaysHere):
-    """Hands functions to workers as they become free.
+    """Gives functions to workers as they become free.
 
-    Functions run at their own pace and in no fixed order. One whose worker is lost is run again by another;
-    updates that it had pushed by then are not made twice. Progress is made in the calls of this class and of
-    the strategy. In such a function the strategy is one of a single device: its `run` calls a function there and
-    then, and `reduce` and `distribute` are about what this worker has.
+    Functions run at their own pace and in no fixed order. If a worker is lost, another worker runs its function again;
+    updates that it had pushed are not made twice. Work is handed out during calls of this class and of
+    the strategy. In a scheduled function the strategy has a single device: `run` calls a function at once,
+    and `reduce` and `distribute` concern the data of this worker only.
 
-    A function that fails cancels what was not begun. `fetch` raises the error of its own function, each time; the next
-    `schedule`, `join` or `done` raises the first one, whoever has fetched it, and begins anew: as in TensorFlow.
+    A function that fails cancels all functions that have not begun. `fetch` raises the error of its own function, each
+    time. The next `schedule`, `join` or `done` raises the first error, also if it was fetched, and then work can go on,
+    as in TensorFlow.
 
-    A strategy has one coordinator: asked for a second time, it is the same.
+    A strategy has one coordinator: a second call returns the same object.
 
     Args:
-        strategy: Whose workers.
+        strategy: A `ParameterServerStrategy` with workers on this machine.
     Raises:
-        StrategyError: Its workers share steps.
+        StrategyError: The workers of the strategy share their steps (`Synchronous`).
     Example:
         >>> strategy = ParameterServerStrategy(num_workers=1)
         >>> coordinator = ClusterCoordinator(strategy)
@@ -159,7 +160,7 @@ class ClusterCoordinator(StaysHere):
         workers = strategy.workers
         if strategy.consistency.shares_steps:
             raise StrategyError(
-                f"with {strategy.consistency} workers share each step, so that none can be given one of its own; use "
+                f"with {strategy.consistency} workers share each step, so that no worker can get its own step; use "
                 f"Async() or BoundedStaleness(k)"
             )
         scheduled = _scheduled.setdefault(workers, _Scheduled(workers.scheduler))
@@ -177,18 +178,19 @@ class ClusterCoordinator(StaysHere):
     def schedule(
         self, fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> RemoteValue:
-        """Enters a call of a function; returns at once.
+        """Schedules a call of a function on a free worker; returns at once.
 
         Args:
-            fn: The function; distributed objects that it uses are those of the worker. What else it captures is
-                read when a worker gets it: give what the program changes meanwhile as an argument.
-            args: Its arguments; remote values among them are fetched first. Tensors and arrays are copied if they
-                have to wait, so that the program may fill them anew.
-            kwargs: Its keyword arguments.
+            fn: The function. It uses the worker's copy of distributed objects. Other captured objects are read when a
+                worker gets the function: give what the program changes meanwhile as an argument.
+            args: The arguments of `fn`. Remote values among them are fetched first. Tensors and arrays are copied if
+                the call has to wait, so that the program may write to them.
+            kwargs: The keyword arguments of `fn`, likewise.
         Raises:
-            Exception: What a function that was scheduled before has raised; all that was not begun is cancelled.
-            NonFiniteGradientError: Its gradients were not finite, as in `run`; likewise.
-            StrategyError: Something in it cannot be sent.
+            Exception: The error of a function that was scheduled before; all functions that have not begun are
+                cancelled.
+            NonFiniteGradientError: The gradients of such a function were not finite, as in `run`.
+            StrategyError: The function or an argument cannot be sent.
         """
         context.require_controller("ClusterCoordinator.schedule()")
         self.strategy.require_call(fn, args, kwargs)
@@ -208,26 +210,26 @@ class ClusterCoordinator(StaysHere):
         return RemoteValue(self._workers, step)
 
     def join(self) -> None:
-        """Waits until all that was scheduled is done.
+        """Waits until all scheduled functions are done.
 
         Raises:
-            Exception: What one of the functions has raised; all that was not begun is cancelled.
+            Exception: The first error of a function; all functions that have not begun are cancelled.
         """
         while not self.done():
             self._workers.attend(wait=True)
 
     def done(self) -> bool:
-        """Whether all that was scheduled is done; raises as `join` does."""
+        """Returns whether all scheduled functions are done. Raises the same errors as `join`."""
         with self._workers.in_turn("ClusterCoordinator.done()"):
             self._workers.attend()
             self._look()
             return not self._scheduled.under_way
 
     def fetch(self, value: Any) -> Any:
-        """A nesting with what remote values in it stand for; waits for them.
+        """Waits for remote values, also in a nesting, and returns what they stand for.
 
         Raises:
-            StrategyError: There is none in it, or one of another strategy.
+            StrategyError: There is no remote value in it, or one of another strategy.
         """
         found = [each for each in _tree.leaves(value) if isinstance(each, RemoteValue)]
         if not found and _tree.leaves(value):
@@ -239,16 +241,16 @@ class ClusterCoordinator(StaysHere):
         return _fetched(value)
 
     def create_per_worker_dataset(self, dataset: Any) -> PerWorkerDataset:
-        """Lets each worker have data of its own.
+        """Gives each worker its own data.
 
         Args:
-            dataset: A function that is called once in every worker and returns something that can be iterated; it may
-                take an `InputContext`, which tells which worker it is. Workers that `resize` adds are told how many
-                there are then; the data of the others stays as it is. Or the data itself, of which each worker gets a
-                copy and reads all: a list, a DataLoader, a dataset. Both may be what `strategy.distribute` and
-                `strategy.distribute_from_function` have made.
+            dataset: A function that is called once in every worker and returns an iterable. It may take an
+                `InputContext`, which says which worker it is; workers that `resize` adds get the new number of
+                workers, and the data of the others stays. Or the data itself (a list, a DataLoader, a dataset): each
+                worker gets a copy and reads all of it. Both may be what `strategy.distribute` and
+                `strategy.distribute_from_function` returned.
         Raises:
-            Exception: What it raised in a worker; the strategy can be used as before.
+            Exception: What the function raised in a worker; the strategy can be used as before.
         """
         context.require_controller("ClusterCoordinator.create_per_worker_dataset()")
         dataset_fn = _function_for(dataset)

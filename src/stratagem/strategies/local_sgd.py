@@ -18,40 +18,41 @@ from stratagem.strategies.replicated import Replicated, driven_here
 
 @final
 class LocalSGDStrategy(Replicated[LocalReplicas]):
-    """Lets every replica train alone, and brings their weights together every `sync_every` steps.
+    """Lets every replica train alone, and averages their weights every `sync_every` steps.
 
-    A step is a call of `run` with a backward pass. Between two synchronisations no tensor travels. At one,
-    all replicas get the mean of their weights, in which each counts by the examples that it has seen since the last;
-    buffers too. With `outer_optimizer` the mean of their changes is the gradient of another optimizer (DiLoCo).
-    Optimizers inside the replicas keep their state (momentum) to themselves.
+    A step is a call of `run` with a backward pass. No tensor travels between two synchronisations. At a
+    synchronisation all replicas get the mean of their weights and buffers; each replica counts by the number of
+    examples that it saw since the last one. With `outer_optimizer`, the mean of the changes is the gradient of a second
+    optimizer (DiLoCo). The state of the inner optimizers (momentum) is not exchanged.
 
-    Between synchronisations the main program sees replica 0. What it writes to weights between two runs replaces
-    them everywhere. `synchronize()` brings all together at once; the strategy does so by itself before the main
-    program takes `model.state_dict()` or calls the model, and at `close()`; with several workers, where all have to
-    come, call `synchronize()` in each of them before one reads the model. Results of `run` and `reduce` are those
-    of all replicas, as ever. After a run that failed all replicas go on from replica 0.
+    Between synchronisations the main program sees the weights of replica 0. Weights that it writes between two runs
+    replace those of all replicas. `synchronize()` makes all replicas equal at once. The strategy calls it by itself at
+    `close()`, and before the main program takes `model.state_dict()` or calls the model. With several workers, call
+    `synchronize()` in each of them before one reads the model. Results of `run` and `reduce` are those of all replicas.
+    After a run that failed, all replicas go on from replica 0.
 
-    With `sync_every=1`, no outer optimizer and SGD without momentum it equals `MirroredStrategy`. Where several
-    workers are found (`TF_CONFIG`, torchrun, Slurm, Kubernetes), they train together, as in
+    With `sync_every=1`, no outer optimizer and SGD without momentum it equals `MirroredStrategy`. If the environment
+    names several workers (`TF_CONFIG`, torchrun, Slurm, Kubernetes), they train together, as in
     `MultiWorkerMirroredStrategy`.
 
     Args:
-        sync_every: After how many steps replicas agree.
-        outer_optimizer: Makes an optimizer of parameters, such as
+        sync_every: The number of steps between two synchronisations.
+        outer_optimizer: A function that makes an optimizer for parameters, such as
             `lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)`.
-        devices: Where the replicas of this worker compute; by default all logical devices of the best kind.
-        cluster_resolver: Who takes part; by default what the environment says.
-        on_nonfinite: What a gradient that is not finite does to the step of its replica: `skip`, `raise` or `apply`.
-        check_copies_every: After how many steps replicas that have just agreed make sure that they have the same
-            weights; a `DriftError` says which differ. 0 for never.
-        stall_timeout_s: How long replicas of one machine wait for another before it counts as stalled.
-        join_timeout_s: How long to wait for all workers to come.
-        heartbeat_timeout_s: How long a worker whose machine answers may give no sign of life before it is lost; by
-            default what `stratagem run --heartbeat-timeout` says, or 30 s.
-        worker_timeout_s: How long to wait for a worker that lives but does not come.
+        devices: The devices of this worker's replicas; by default all logical devices of the best kind.
+        cluster_resolver: Says who the workers are; by default the environment does.
+        on_nonfinite: What happens to a replica's step whose gradients are not finite: `skip`, `raise` or `apply`.
+        check_copies_every: The number of steps after which replicas check, after a synchronisation, that their weights
+            are equal; a `DriftError` names those that differ. 0 never checks.
+        stall_timeout_s: How many seconds replicas of one machine wait for another one before they report it as
+            stalled.
+        join_timeout_s: How many seconds to wait until all workers have started.
+        heartbeat_timeout_s: How many seconds a worker may give no sign of life, while its machine answers, before it
+            is lost; by default the value of `stratagem run --heartbeat-timeout`, or 30.
+        worker_timeout_s: How many seconds to wait for a worker that is alive but does not reach this step.
     Raises:
-        DeviceError: `devices` is empty, names one twice or one that does not exist.
-        StrategyError: An option is not one of its values, or the call is inside a replica.
+        DeviceError: `devices` is empty, has a device twice, or has one that does not exist.
+        StrategyError: An option has a value that it does not take, or the call is inside a replica.
     Example:
         >>> import torch
         >>> strategy = LocalSGDStrategy(sync_every=4, devices=["cpu:0"])
@@ -112,7 +113,7 @@ class LocalSGDStrategy(Replicated[LocalReplicas]):
         note_member(self, self._resolver)
 
     def synchronize(self) -> None:
-        """Brings all replicas to one state now, as after `sync_every` steps; every worker calls it alike."""
+        """Makes all replicas equal now, as after `sync_every` steps. With several workers, every worker calls it."""
         self.require_usable()
         context.require_controller("strategy.synchronize()")
         self._replicas.agree()

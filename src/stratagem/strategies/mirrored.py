@@ -18,24 +18,24 @@ class MirroredStrategy(Replicated[LocalReplicas]):
     `MultiWorkerMirroredStrategy`.
 
     Args:
-        devices: Where the replicas compute; by default all logical devices of the best kind.
-        gradients: `mean`: a loss is a mean over a replica's rows and counts by them. `sum`: losses are added up;
-            for sums over rows that the program divides by the global batch itself, which `mean` would divide again.
-        unused: What a parameter that only some replicas used means: `zero` gradients in the others,
-            or an `error`.
-        on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
-        cross_device_ops: How gradients travel. `shared_memory`: variables lie once in memory that all
-            replicas share; for the CPU. `torch`: every replica has its own, and gradients are summed
-            by torch.distributed (NCCL, or gloo on the CPU) while the backward pass goes on.
-            `to_one`: the same, but summed in replica 0 and sent back; simple and slow. `auto` takes
-            `shared_memory` on the CPU and `torch` on accelerators, and with a warning in containers that
-            hide a process' page map, without which memory cannot be shared this way.
-        check_copies_every: After how many steps replicas that have copies of their own (`torch`, `to_one`) make sure
-            that those are still the same; a `DriftError` says which are not. 0 for never.
-        stall_timeout_s: How long replicas wait for another before it counts as stalled.
+        devices: The devices of the replicas; by default all logical devices of the best kind.
+        gradients: `mean` if the loss of a step is a mean over rows: each replica counts by its number of rows. `sum` if
+            the step itself divides a sum over rows by the global batch: gradients of the replicas are added up.
+        unused: What happens if only some replicas used a parameter. `zero`: the others have gradients of zero.
+            `error`: an error names the parameter.
+        on_nonfinite: What happens to a step whose gradients are not finite. `skip`: no update, and a warning. `raise`:
+            an error. `apply`: the update is made.
+        cross_device_ops: How gradients travel between replicas. `shared_memory`: variables exist once, in memory that
+            all replicas share; for the CPU. `torch`: every replica has its own variables, and torch.distributed
+            (NCCL, or gloo on the CPU) sums gradients during the backward pass. `to_one`: replica 0 sums them
+            and sends them back; simple and slow. `auto`: `shared_memory` on the CPU, `torch` on accelerators, and
+            `torch` with a warning in containers that hide the page map of a process, which sharing needs.
+        check_copies_every: The number of steps after which replicas with their own copies (`torch`, `to_one`) check
+            that these are still equal; a `DriftError` names those that differ. 0 never checks.
+        stall_timeout_s: How many seconds replicas wait for another one before they report it as stalled.
     Raises:
-        DeviceError: `devices` is empty, names one twice or one that does not exist.
-        StrategyError: An option is not one of its values, or the call is inside a replica.
+        DeviceError: `devices` is empty, has a device twice, or has one that does not exist.
+        StrategyError: An option has a value that it does not take, or the call is inside a replica.
     Example:
         >>> import torch
         >>> strategy = MirroredStrategy(["cpu:0"])

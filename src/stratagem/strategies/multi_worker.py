@@ -25,36 +25,35 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
     """Keeps an equal copy of every variable on each device of every worker.
 
     Every worker runs the same program and drives the replicas of its own machine. Gradients are summed
-    inside each machine first, and cross the network once per worker. Who the workers are is found in
-    `TF_CONFIG`, or in what torchrun, Slurm or Kubernetes set; without any of them there is one worker,
-    and all is as with `MirroredStrategy`.
+    inside each machine first, and cross the network once per worker. `TF_CONFIG`, torchrun, Slurm or Kubernetes
+    say who the workers are; without any of them there is one worker, and the strategy works as `MirroredStrategy`.
 
-    Random numbers of the main programs start from those of the first worker, so that all shuffle alike.
-    A run that fails in one worker ends the strategy in all of them: each says why.
+    All main programs start with the random numbers of the first worker, so that all shuffle alike.
+    A run that fails in one worker ends the strategy in all workers: each says why.
 
     Args:
-        devices: Where the replicas of this worker compute; by default all of its logical devices.
-        cluster_resolver: Who takes part; by default what the environment says.
-        cluster: In place of it: workers that Ray starts. Then this program alone drives them all, as replicas
-            on other machines; a run that fails in one of them raises here, and the strategy goes on.
-        gradients: `mean`: a loss is a mean over a replica's rows and counts by them. `sum`: losses are added up;
-            for sums over rows that the program divides by the global batch itself, which `mean` would divide again.
-        unused: What a parameter that only some replicas used means: `zero` gradients, or an `error`.
-        on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
+        devices: The devices of this worker's replicas; by default all of its logical devices.
+        cluster_resolver: Says who the workers are; by default the environment does.
+        cluster: Workers that Ray starts, in place of `cluster_resolver`. This program then drives replicas on all
+            machines alone. A run that fails in one of them raises here, and the strategy can be used on.
+        gradients: `mean` or `sum`, as in `MirroredStrategy`.
+        unused: `zero` or `error`, as in `MirroredStrategy`.
+        on_nonfinite: `skip`, `raise` or `apply`, as in `MirroredStrategy`.
         cross_device_ops: How gradients travel inside a machine, as in `MirroredStrategy`.
-        check_copies_every: After how many steps replicas make sure that their copies of the parameters are still the
-            same; a `DriftError` says which are not. 0 for never.
-        stall_timeout_s: How long replicas of one machine wait for another before it counts as stalled.
-        join_timeout_s: How long to wait for all workers to come.
-        heartbeat_timeout_s: How long a worker whose machine answers may give no sign of life before it is lost; by
-            default what `stratagem run --heartbeat-timeout` says, or 30 s.
-        worker_timeout_s: How long to wait for a worker that lives but does not come; every minute a
-            warning tells that it is waited for.
-        allow_all_interfaces: Whether the first worker may listen on all addresses of its machine, where its own
-            cannot be had (a network that translates addresses).
+        check_copies_every: The number of steps after which replicas check that their copies of the parameters are still
+            equal; a `DriftError` names those that differ. 0 never checks.
+        stall_timeout_s: How many seconds replicas of one machine wait for another one before they report it as
+            stalled.
+        join_timeout_s: How many seconds to wait until all workers have started.
+        heartbeat_timeout_s: How many seconds a worker may give no sign of life, while its machine answers, before it
+            is lost; by default the value of `stratagem run --heartbeat-timeout`, or 30.
+        worker_timeout_s: How many seconds to wait for a worker that is alive but does not reach this step. A warning
+            names it every minute.
+        allow_all_interfaces: Whether the first worker may listen on all addresses of its machine if it cannot listen
+            on its own, as behind address translation.
     Raises:
-        ClusterError: Workers did not come, or do not fit together.
-        StrategyError: An option is not one of its values, or the call is inside a replica.
+        ClusterError: Workers did not start, or do not fit together.
+        StrategyError: An option has a value that it does not take, or the call is inside a replica.
     Example:
         >>> strategy = MultiWorkerMirroredStrategy(["cpu:0"])  # no cluster is found: one worker
         >>> strategy.num_replicas_in_sync, strategy.is_chief
@@ -128,8 +127,8 @@ def _check_with_ray(cluster: Any, devices: Any, resolver: Any, cross_device_ops:
         raise StrategyError(f"cluster is an sg.RayCluster, got {cluster!r}; a resolver is given as cluster_resolver")
     if devices is not None or resolver is not None:
         raise StrategyError(
-            "cluster=RayCluster(...) says how many workers there are, and Ray where; leave devices and "
-            "cluster_resolver out"
+            "cluster=RayCluster(...) says how many workers there are, and Ray places them; leave out devices and "
+            "cluster_resolver"
         )
     if cross_device_ops not in ("auto", "torch"):
         raise StrategyError(

@@ -15,6 +15,7 @@ from stratagem.devices.lookup import DeviceLike
 from stratagem.devices.serving import hosting
 from stratagem.engine import context
 from stratagem.engine.context import ReplicaContext
+from stratagem.engine.replica import follow_parameters
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
 from stratagem.objects.step_arguments import StepArguments
@@ -111,10 +112,15 @@ class OneDeviceStrategy(SingleReplica):
         return (self._device,)
 
     def take(self, objects: Sequence[Any]) -> None:
-        """Tensors that were made elsewhere, as Keras does by its own rules, come to the device."""
-        for tensor in objects:
-            if isinstance(tensor, torch.Tensor) and tensor.device != self._device.torch_device:
-                tensor.data = tensor.data.to(self._device.torch_device)
+        """What was made elsewhere comes to the device: outside the scope, or by Keras, which has rules of its own."""
+        device = self._device.torch_device
+        for each in objects:
+            if isinstance(each, torch.nn.Module):
+                each.to(device)
+            elif isinstance(each, torch.optim.Optimizer):
+                follow_parameters(each)
+            elif isinstance(each, torch.Tensor) and each.device != device:
+                each.data = each.data.to(device)
 
     def _compute(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As in any replica: what a step takes comes to its device, what it gives to the program."""
@@ -160,7 +166,7 @@ _default = DefaultStrategy()
 
 
 def get_strategy() -> Any:
-    """The strategy of the scope or of the replica that the code is in; outside both, the default one.
+    """Returns the strategy of the current scope or replica; outside both, the default strategy.
 
     Example:
         >>> strategy = OneDeviceStrategy("cpu:0")
@@ -176,9 +182,9 @@ def get_strategy() -> Any:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The replica that the code runs in; `None` where it sees all replicas, as `in_cross_replica_context` says.
+    """Returns the context of the replica that runs this code, or `None` in a scope and in the function of `merge_call`.
 
-    Outside all strategies the program is its only replica: `all_reduce`, `merge_call` and the others work there too.
+    Outside all strategies the program is its own only replica: `all_reduce`, `merge_call` and the others work there.
 
     Example:
         >>> get_replica_context().all_reduce("sum", torch.tensor(2.0))

@@ -38,36 +38,36 @@ from stratagem.strategies.strategy_in_worker import StrategyInWorker
 class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
     """Keeps variables in memory that workers share; each worker updates them as soon as it has gradients.
 
-    `run` gives a step to a free worker and returns at once; what it returns waits when it is read. So one
-    slow worker does not hold up the others, and one that is lost is replaced, while its step is given to
-    another. The price is staleness: gradients may be computed from values that others have changed since.
-    `consistency` is the dial between the two. For steps that equal one device use `MirroredStrategy`.
+    `run` gives a step to a free worker and returns at once; its result waits when it is read. A slow worker does not
+    hold up the others. A worker that is lost is replaced, and another worker takes its step. The price is
+    staleness: gradients may be computed from values that other workers have changed since. `consistency` says how much
+    of that is allowed. For steps that equal one device use `MirroredStrategy`.
 
-    In the main program, calling the model, `state_dict()` and `ExponentialMovingAverage` wait for the steps under way.
-    A parameter that it reads directly (`model.weight.clone()`, `copy.deepcopy(model)`, torch's `AveragedModel`) is
-    shared memory, in which a step may be half applied: call `model.state_dict()` first. Nothing changes from then until
-    the next call of the strategy.
+    In the main program, calling the model, `state_dict()` and `ExponentialMovingAverage` wait for the steps that run.
+    A parameter that the program reads directly (`model.weight.clone()`, `copy.deepcopy(model)`, torch's
+    `AveragedModel`) is shared memory, in which an update may be half done: call `model.state_dict()` first. Nothing
+    changes from then until the next call of the strategy.
 
-    Workers compute on the devices of this machine, one on each: accelerators before the CPU. Variables lie in memory of
-    the host.
+    Each worker computes on one device of this machine, accelerators before the CPU. Variables are in the memory of the
+    host.
 
     Args:
-        num_workers: How many child processes compute. In a task of a cluster with the job ps it is left out: each
-            worker task then runs its own loop, and ps tasks serve (`parameter_cluster`). There, as in TensorFlow, it
-            may be a cluster resolver, and `variable_partitioner=` cuts large variables.
-        num_ps: Into how many shards variables are divided; a push locks those that it touches.
-        devices: Where the workers compute, one on each; by default on the first of the best kind. If the CPU has too
+        num_workers: The number of worker processes. Leave it out in a task of a cluster with the job ps: each
+            worker task runs its own loop there, and ps tasks serve the variables. As in TensorFlow, it may be a
+            cluster resolver there, and `variable_partitioner=` cuts large variables.
+        num_ps: The number of shards of the variables. A push locks the shards that it changes.
+        devices: The devices of the workers, one for each; by default the first of the best kind. If the CPU has too
             few logical devices, its cores are divided anew.
         consistency: `Async()`, `BoundedStaleness(k)` or `Synchronous(backup_workers=b)`.
-        on_nonfinite: What a gradient that is not finite does to its push: `skip`, `raise` or `apply`.
+        on_nonfinite: What happens to a push whose gradients are not finite: `skip`, `raise` or `apply`.
         torn_reads: Whether workers compute with shared values that others may be changing at that moment, as
-            in Hogwild; saves a copy in every step.
-        stall_timeout_s: How long a step may take before its worker counts as stalled, and is replaced.
-        max_restarts: How many workers may be replaced within `restart_window_s` before the strategy gives up.
-        restart_window_s: In how many seconds.
+            in Hogwild. It saves a copy in every step.
+        stall_timeout_s: How many seconds a step may take before its worker counts as stalled and is replaced.
+        max_restarts: How many workers may be replaced within `restart_window_s` seconds before the strategy gives up.
+        restart_window_s: The number of seconds for `max_restarts`.
         verbose: Whether to print the staleness of all pushes at the end.
     Raises:
-        StrategyError: An option is not one of its values, or the call is inside a replica.
+        StrategyError: An option has a value that it does not take, or the call is inside a replica.
     Example:
         >>> import torch
         >>> strategy = ParameterServerStrategy(num_workers=1)
@@ -165,16 +165,16 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
         return self._replicas
 
     def reduce(self, op: str, value: Any, axis: int | None = None, *, weighted: bool = True) -> Any:
-        """One value of the values of a step; of one under way, a value that waits when it is read."""
+        """Reduces the values of a step to one value. If the step still runs, the result waits when it is read."""
         op = per_replica.require_op(op)
         return mapped(functools.partial(super().reduce, op, axis=axis, weighted=weighted), value)
 
     def gather(self, value: Any, axis: int = 0, *, pad: float | None = None) -> Any:
-        """The tensors of a step; of one under way, a value that waits when it is read."""
+        """Joins the tensors of a step. If the step still runs, the result waits when it is read."""
         return mapped(functools.partial(super().gather, axis=axis, pad=pad), value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of a step, as a tuple; of one under way, a tuple that waits when somebody looks into it."""
+        """Returns the values of a step as a tuple. If the step still runs, the tuple waits when it is read."""
         return pending(per_replica.local_results, value) if is_pending(value) else per_replica.local_results(value)
 
     def is_ready(self, value: Any) -> bool:
@@ -192,10 +192,10 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
             self.workers.finish_all()
 
     def resize(self, num_workers: int) -> None:
-        """Adds workers to those that train, or lets some go once they have done what they have.
+        """Adds workers, or ends some of them after their current step.
 
         Args:
-            num_workers: How many there shall be.
+            num_workers: The new number of workers.
         """
         context.require_controller("strategy.resize()")
         devices = worker_devices(num_workers, self._given_devices and self._given_devices[:num_workers])
@@ -206,9 +206,10 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
         self.num_workers = num_workers
 
     def staleness(self) -> dict[int, dict[int, int]]:
-        """For each worker, how many of its pushes had missed how many others; the last number counts all above.
+        """Returns a histogram of staleness for each worker.
 
-        Can be asked after the end as well.
+        Number `s` of it counts the worker's pushes that had missed `s` pushes of others; the last number counts all
+        above. It can be read after `close()`, too.
         """
         main = None if self._is_lockstep else self.workers.main
         if main is None:
@@ -225,12 +226,12 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
 
         Args:
             writer: A `torch.utils.tensorboard.SummaryWriter`.
-            global_step: At which step.
+            global_step: The step under which TensorBoard shows it.
         """
         staleness.write(self.staleness(), writer, global_step)
 
     def close(self) -> None:
-        """Waits for the steps under way and ends the workers. The model stays as it is and works as a plain one."""
+        """Waits for the steps that run and ends the workers. Afterwards the model is a plain model."""
         shown = self.verbose and not self._is_lockstep and self._replicas.closed_at is None
         if shown and self.workers.main is not None:
             self.workers.settle()

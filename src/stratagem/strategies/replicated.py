@@ -219,8 +219,8 @@ def choose_exchange(cross_device_ops: str, devices: Sequence[LogicalDevice]) -> 
         return Exchange(cross_device_ops)
     if reason:
         warn_caller(
-            f"each of {len(devices)} replicas keeps a copy of the variables, and torch.distributed sums the gradients, "
-            f"which takes more memory and time than one copy that all share: sharing needs to see which pages a "
+            f"each of {len(devices)} replicas keeps its own copy of the variables, and torch.distributed sums the "
+            f"gradients. That takes more memory and time than one shared copy. Sharing needs to see which pages a "
             f"process has written, and {reason}. Allow this container to read that file",
             StratagemWarning,
         )
@@ -238,6 +238,6 @@ def warn_of_others(strategy: str) -> None:
         if number > 1:
             warn_caller(
                 f"{strategy} trains on this machine alone, and this is {resolver.task_type}/{resolver.task_id} of "
-                f"{number} workers: each trains a model of its own; MultiWorkerMirroredStrategy trains one",
+                f"{number} workers: each of them trains its own model; use MultiWorkerMirroredStrategy to train one",
                 StratagemWarning,
             )

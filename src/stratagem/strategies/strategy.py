@@ -27,7 +27,7 @@ from stratagem.processes.numbered import plain
 
 
 class Strategy(StaysHere, ABC):
-    """Where variables live, and when replicas agree.
+    """The base of all strategies: it decides where variables live and when replicas agree.
 
     Example:
         >>> import stratagem as sg
@@ -38,10 +38,13 @@ class Strategy(StaysHere, ABC):
     @property
     @abstractmethod
     def devices(self) -> tuple[LogicalDevice, ...]:
-        """Where the replicas compute, in their order."""
+        """The devices of the replicas, in the order of the replicas."""
 
     def scope(self) -> contextlib.AbstractContextManager[Self]:
-        """What is made inside is distributed. What this returns can be entered again and again."""
+        """Returns a block for `with`: modules and optimizers that are made in it are distributed.
+
+        The returned object may be entered many times.
+        """
         context.require_controller(f"{type(self).__name__}.scope()")
         self.require_usable()
         return _Scope(self._opened)
@@ -61,18 +64,18 @@ class Strategy(StaysHere, ABC):
         """Calls `fn` in every replica, each with its part of distributed values.
 
         Args:
-            fn: The function; distributed objects that it uses are the replica's own inside it.
-            args: Its arguments; a value made by `distribute` gives each replica its part.
-            kwargs: Its keyword arguments.
-            num_steps: Calls `fn` so often, one step after the other, and replicas need not wait for the main program in
-                between. An iterator over distributed data among the arguments stands for its next batch in each step,
-                and `args=iterator` for one whose batches are the arguments; other arguments are the same in all steps.
-                Steps end with the data. The result is that of single runs, to the last bit; a step that fails leaves
-                the state after the one before.
+            fn: The function. In each replica it uses the replica's own copy of distributed objects.
+            args: The arguments of `fn`. Of a value that `distribute` made, each replica gets its part.
+            kwargs: The keyword arguments of `fn`, likewise.
+            num_steps: Makes this number of steps in one call, so that replicas do not wait for the main program after
+                each step. Give an iterator over distributed data: `args=iterator` if its batches have one part for
+                each argument of `fn`, `args=(iterator,)` if `fn` takes the whole batch as one argument. Each step uses
+                the next batch; other arguments are the same in all steps. The call ends early when the data ends. The
+                result equals that of single runs, to the last bit. If a step fails, the steps before it stay done.
         Returns:
-            What `fn` returned, with a `PerReplica` value in the place of each value. With `num_steps` a list with that
-            of each step: fewer at the end of the data, and none after it, so that
-            `while results := strategy.run(step, args=(iterator,), num_steps=16)` takes all.
+            What `fn` returned, with a `PerReplica` in the place of each value. With `num_steps`, a list with the
+            result of each step. The list is shorter at the end of the data and empty after it, so that
+            `while results := strategy.run(step, args=(iterator,), num_steps=16)` uses all batches.
         Example:
             >>> import stratagem as sg
             >>> strategy = sg.OneDeviceStrategy("cpu:0")
@@ -108,26 +111,26 @@ class Strategy(StaysHere, ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the replicas. The model stays as it is and works as a plain one."""
+        """Ends the replica processes. Afterwards the model is a plain model with the trained weights."""
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas work on one global batch."""
+        """The number of replicas that work on one global batch."""
         return len(self.devices)
 
     @property
     def device(self) -> torch.device:
-        """Where this process' replica computes, for torch."""
+        """The torch device of the replica in this process."""
         return self.devices[self.global_rank - self.replicas_here.start].torch_device
 
     @property
     def world_size(self) -> int:
-        """The number of replicas, in PyTorch's word."""
+        """The number of replicas; PyTorch's name for `num_replicas_in_sync`."""
         return self.num_replicas_in_sync
 
     @property
     def global_rank(self) -> int:
-        """The number of this replica, in PyTorch's word; 0 in the main program."""
+        """The number of this replica, from 0; PyTorch's name for it. In the main program it is 0."""
         replica = context.current_replica()
         return replica.replica_id_in_sync_group if replica else self.replicas_here.start
 
@@ -145,12 +148,12 @@ class Strategy(StaysHere, ABC):
 
     @property
     def cluster_resolver(self) -> Resolver | None:
-        """Who takes part in the training, and which task this is; `None` for a strategy of one machine."""
+        """The resolver that knows all tasks of the cluster and which one this is; `None` on a single machine."""
         return self._resolver
 
     @property
     def is_chief(self) -> bool:
-        """Whether this program does what is to be done once: saving, logging."""
+        """Whether this program does what must be done once for all programs, such as saving and logging."""
         return True
 
     @property
@@ -170,7 +173,7 @@ class Strategy(StaysHere, ABC):
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas there are; the same as `num_replicas_in_sync`."""
+        """The number of replicas; the same as `num_replicas_in_sync`."""
         return self.num_replicas_in_sync
 
     def distribute(
@@ -187,27 +190,27 @@ class Strategy(StaysHere, ABC):
     ) -> inputs.Distributed:
         """Gives each replica its slice of every global batch.
 
-        Every example is used once in an epoch, in the order that one device would see, without
+        Every example is used once per epoch, in the order that one device would see, without
         padding. Each iteration over the result is one epoch.
 
         Args:
             data: A DataLoader, a Dataset (also of Hugging Face), tensors, arrays or tables of pandas or polars (whose
                 batches are dicts of columns), any iterable of global batches, a tf.data dataset (which gives tensors),
                 or a function that makes an iterable.
-            global_batch_size: For a Dataset, tensors or arrays: how many examples make a batch.
-            shuffle: For the same: whether each epoch has a new order.
-            uneven: `allow` replicas to get one example more than others or none, or make that an `error`.
-            auto_shard: How several machines share the data. `data`: all see the same global batches, and each
-                loads only its rows. `file`: each reads its own of the `files` that the data has. `off`: what
-                each has is its own already. In the last two cases batches are those of one machine:
-                `global_batch_size` examples, or what the loader yields, on each, so that a step takes as many times
-                more examples as there are machines.
-            batch_dim: The dimension along which batches have their examples: `1` for sequence-first batches; or by key,
-                name or position, `{"src": 1, "tgt": 1, "label": 0}`. Batches that replicas load by index are not cut.
-            prefetch: For iterables, generators and functions: whether a thread reads the next batch while replicas
-                compute; not where reading draws from the random numbers of torch, numpy or Python. What replicas load
-                by index is read ahead anyway.
-            unknown: Refused, with the option to write instead.
+            global_batch_size: The number of examples in a global batch, for a Dataset, tensors and arrays. A DataLoader
+                has its own `batch_size`, which is the global batch.
+            shuffle: Whether each epoch has a new order, for a Dataset, tensors and arrays.
+            uneven: `allow`: some replicas may get one example more than others, or none. `error`: that is an error.
+            auto_shard: How several machines share the data. `data`: all machines see the same global batches, and each
+                loads only its rows. `file`: each machine reads some of the `files` of the data. `off`: each machine
+                has its own data already. With `file` and `off` a batch is that of one machine: one step takes
+                `global_batch_size` examples on each machine.
+            batch_dim: The dimension of the examples in a batch: `1` for sequence-first batches. A dict gives it by key,
+                name or position: `{"src": 1, "tgt": 1, "label": 0}`. Batches that replicas load by index are not cut.
+            prefetch: Whether a thread reads the next batch while replicas compute, for iterables, generators and
+                functions. Leave it off if reading draws random numbers of torch, numpy or Python. Data that replicas
+                load by index is always read ahead.
+            unknown: Any other option is an error that names the option to write.
 
         Example, with files (one worker of two gets `part-0` and `part-2`)::
 
@@ -240,10 +243,12 @@ class Strategy(StaysHere, ABC):
     def distribute_from_function(
         self, fn: Callable[[inputs.InputContext], Any], *, batch_dim: inputs.BatchDim = 0
     ) -> inputs.Distributed:
-        """The same for a function that makes the batches of single replicas, given its `InputContext`.
+        """Gives each replica batches that a function makes, already of per-replica size.
 
-        Batches may be single examples, too: a part that is a single number (a label), or parts whose first dimensions
-        differ, say so, and each counts as one.
+        Args:
+            fn: Gets an `InputContext` and returns an iterable of per-replica batches. It may also yield single
+                examples: a part that is a single number (a label), or parts with different first dimensions, show that.
+            batch_dim: The dimension of the examples in a batch, as in `distribute`.
         """
         context.require_controller("strategy.distribute_from_function()")
         self.require_usable()
@@ -265,27 +270,27 @@ class Strategy(StaysHere, ABC):
         """Calls a function of the library in every child; nothing once the strategy is closed."""
 
     def revive(self) -> None:  # many have nothing to lose
-        """After a `LostError`: makes the strategy usable again, with new processes in the place of those lost.
+        """Makes the strategy usable again after a `LostError`: new processes replace the lost ones.
 
-        What was distributed before has become plain; what is made in a scope from now on is distributed. Nothing
-        is done where nothing was lost.
+        Objects that were distributed before are plain objects now; make new ones in a scope. Does nothing if no
+        process was lost.
         """
 
     def global_batch_size(self, per_replica_batch_size: int) -> int:
-        """The global batch that gives every replica so many examples."""
+        """Returns the global batch size that gives every replica `per_replica_batch_size` examples."""
         require_count(per_replica_batch_size=per_replica_batch_size)
         return per_replica_batch_size * self.num_replicas_in_sync
 
     def reduce(self, op: str, value: Any, axis: int | None = None, *, weighted: bool = True) -> Any:
-        """One value of the values of all replicas.
+        """Reduces the values of all replicas to one value.
 
         Args:
             op: `sum`, `mean`, `max` or `min`.
-            value: What `run` returned, in any nesting. A value that is the same for all replicas has no sum here.
-            axis: Along which the tensors of all replicas are joined and reduced, as with `axis=0` to one value of all
-                rows; without it, one tensor of the same shape is made of one of each replica.
-            weighted: A mean counts each replica by its examples, so that it is the mean over the
-                global batch; without it, replicas count alike.
+            value: What `run` returned, in any nesting. The sum of a plain value is an error under several replicas.
+            axis: `None` reduces one tensor per replica to one tensor of the same shape. A number joins the tensors of
+                all replicas along this axis and reduces over it: `axis=0` reduces over all rows.
+            weighted: Whether a mean weights each replica by its number of examples, which gives the mean over the
+                global batch. `False` gives all replicas the same weight.
         """
         context.require_controller("strategy.reduce()")
         op = per_replica.require_op(op)
@@ -294,35 +299,35 @@ class Strategy(StaysHere, ABC):
         return self._map(lambda each: per_replica.reduce(op, each, axis, weighted=weighted), value)
 
     def gather(self, value: Any, axis: int = 0, *, pad: float | None = None) -> Any:
-        """The tensors of all replicas that have examples, one after the other along an axis.
+        """Joins the tensors of all replicas along an axis. Replicas without examples are left out.
 
         Args:
             value: What `run` returned or `distribute` yielded, in any nesting.
-            axis: Along which tensors are joined.
-            pad: What fills tensors that are shorter than others along another axis, such as sequences of which each
-                replica has padded its own; without it, that is an error.
+            axis: The axis along which tensors are joined.
+            pad: The number that fills up tensors that are shorter along another axis, such as sequences that each
+                replica padded to its own length. `None` makes different lengths an error.
         """
         context.require_controller("strategy.gather()")
         self._require_per_replica("gather", value)
         return self._map(lambda each: per_replica.gather(each, axis, pad), value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """The values of all replicas of this process that have examples, as a tuple."""
+        """Returns the values of the replicas of this program as a tuple. Replicas without examples are left out."""
         context.require_controller("strategy.local_results()")
         return per_replica.local_results(value)
 
     def is_ready(self, value: Any) -> bool:
-        """Whether what `run` returned can be read without waiting."""
+        """Returns whether a result of `run` can be read without waiting."""
         return True
 
     def synchronize(self) -> None:  # most replicas never differ
-        """Brings replicas to one state, where a strategy lets them differ for some steps."""
+        """Makes all replicas equal now, under a strategy that lets them differ for some steps."""
 
     def barrier(self) -> None:
-        """Waits until all programs that train together have come here, and all steps that they began are done.
+        """Waits until all programs that train together call it, and until all steps that they began are done.
 
-        For what one of them does for all, such as the last checkpoint: without it, steps that are under way elsewhere
-        would be missing. Every program calls it; those that have ended are not waited for.
+        Call it in every program before one program acts for all, such as saving the last checkpoint: without it, steps
+        that still run elsewhere would be missing. It does not wait for programs that have ended.
         """
         context.require_controller("strategy.barrier()")
         self.require_usable()
@@ -333,9 +338,9 @@ class Strategy(StaysHere, ABC):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside the block, backward passes only add up each replica's own gradients.
+        """Inside the block, backward passes add up the gradients of each replica alone; nothing is exchanged.
 
-        In the function of a run, or in the main program around runs::
+        Use it in a step, or in the main program around runs::
 
             for number, batch in enumerate(batches):
                 with strategy.no_sync() if number + 1 < len(batches) else contextlib.nullcontext():
@@ -350,7 +355,7 @@ class Strategy(StaysHere, ABC):
         return contextlib.nullcontext()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints once, however many replicas come here."""
+        """Prints once, however many replicas call it."""
         if self.global_rank == 0:
             print(*args, **{"file": plain(sys.stdout), **kwargs})
 
@@ -372,7 +377,7 @@ class Strategy(StaysHere, ABC):
         plain = [each for each in _tree.leaves(value, is_leaf=_is_per_replica) if not _is_per_replica(each)]
         if plain and self.num_replicas_in_sync > 1 and self.is_in_step:  # else run returns what this program has
             raise StrategyError(
-                f"{what} takes what run returned, with a value of each of {self.num_replicas_in_sync} replicas, got "
+                f"{what} takes what run returned, one value from each of {self.num_replicas_in_sync} replicas, got "
                 f"{type(plain[0]).__name__} {plain[0]!r}; return it from the function of run, or use it as it is"
             )
 
@@ -391,7 +396,7 @@ class Strategy(StaysHere, ABC):
             raise StrategyError(f"run calls a function in every replica, got {type(fn).__name__} {fn!r}")
         if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
             raise StrategyError(
-                f"run calls a function that has done its work when it returns, got {fn.__name__} with yield or async; "
+                f"run calls a function that is finished when it returns, got {fn.__name__} with yield or async; "
                 f"return the values, in a list if there are several"
             )
         if not isinstance(args, tuple | list | inputs.Pass):
@@ -405,25 +410,25 @@ class Strategy(StaysHere, ABC):
         for each in _tree.leaves((args, kwargs), is_leaf=_is_per_replica):
             if isinstance(each, inputs.Distributed):
                 raise StrategyError(
-                    "run takes a batch or an iterator, and was given distributed data, which begins anew with each "
-                    "iterator; make one before: iterator = iter(data), then strategy.run(step, args=(iterator,), "
-                    "num_steps=16), or args=(next(iterator),) for one step"
+                    "run takes a batch or an iterator, got distributed data, from which it cannot know the next batch; "
+                    "make an iterator once: iterator = iter(data), then strategy.run(step, args=iterator, "
+                    "num_steps=16), or args=next(iterator) for one step"
                 )
             if isinstance(each, inputs.Pass):
                 self._require_own(each, num_steps)
             if _is_per_replica(each) and len(each) != len(self.replicas_here):
                 raise StrategyError(
-                    f"{type(self).__name__} has {len(self.replicas_here)} replica(s) here, and was given values of a "
-                    f"strategy with {len(each)}: rows would be lost or missing; use the strategy whose distribute made "
-                    f"the batch, or distribute the data with this one"
+                    f"run takes batches of its own strategy: {type(self).__name__} has {len(self.replicas_here)} "
+                    f"replica(s) here, and was given values of a strategy with {len(each)}, so that rows would be lost "
+                    f"or missing; use the strategy whose distribute made the batch, or distribute the data with this"
                 )
 
     def _require_own(self, iterator: inputs.Pass, num_steps: int | None) -> None:
         """Refuses an iterator for which nothing says how many steps it is for, and that of another strategy."""
         if num_steps is None:
             raise StrategyError(
-                "run was given an iterator over distributed data, and not told for how many steps; say num_steps=16, "
-                "or take the batch of one step before: strategy.run(step, args=(next(iterator),))"
+                "run was given an iterator over distributed data without the number of steps; write num_steps=16, "
+                "or give it one batch: strategy.run(step, args=next(iterator))"
             )
         if iterator.host is not self:
             raise StrategyError(

@@ -19,10 +19,10 @@ from stratagem.errors import StrategyError
 def compute_average_loss(
     per_example_loss: Any, *, sample_weight: Any = None, global_batch_size: Any = None
 ) -> torch.Tensor:
-    """The sum of a replica's losses divided by the size of the global batch, as `tf.nn.compute_average_loss`.
+    """Returns the sum of a replica's losses divided by the global batch size, as `tf.nn.compute_average_loss`.
 
-    Summed over replicas (`strategy.reduce("sum", loss)`) it is the mean over the global batch, whatever share each
-    replica had. It trains as that mean does, also where other losses are added to it. A replica without examples has 0.
+    Summed over the replicas (`strategy.reduce("sum", loss)`) it is the mean over the global batch, however the rows are
+    divided. It trains as that mean does, also if other losses are added to it. Without examples it is 0.
 
     Args:
         per_example_loss: One loss for each example of this replica, or more; a tensor, array or list.
@@ -49,9 +49,9 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(regularization_loss: Any) -> torch.Tensor:
-    """A replica's part of losses that all replicas have alike, as `tf.nn.scale_regularization_loss`.
+    """Returns a replica's part of losses that are the same in all replicas, as `tf.nn.scale_regularization_loss`.
 
-    It is their sum over the number of replicas, or by rows where these differ: the sum over replicas is the whole.
+    It is the sum of these losses times the replica's share of the rows, so that the sum over all replicas is the whole.
 
     Args:
         regularization_loss: A tensor, or a list of them such as Keras' `model.losses`.

@@ -25,7 +25,7 @@ _UNFILLED = "unfilled"
 
 @final
 class ExponentialMovingAverage(torch.nn.Module):
-    """Keeps an average of each variable in which older values count less and less, as `tf.train` has it.
+    """Keeps an exponential moving average of each variable, as in `tf.train`: older values count less and less.
 
     The first `apply` takes the values as they are; each later one makes every average
     `decay * average + (1 - decay) * value`. To apply it in a function that is run, make it and call `track` in the
@@ -33,12 +33,12 @@ class ExponentialMovingAverage(torch.nn.Module):
     run. Between runs `apply` needs no preparation.
 
     Args:
-        decay: How much of the average stays, from 0 to 1; 0.999 is usual.
-        num_updates: How many updates there have been: a number, a tensor of one number, or a function. The decay is
-            then at most `(1 + num_updates) / (10 + num_updates)`, so that early averages follow quickly. In a run
-            a function's answer in replica 0 counts for all.
-        zero_debias: Averages begin at zero instead of the first values, and are divided by what the decays so far
-            leave of a one, `1 - decay ** t`: all values count by their age alone, also the first.
+        decay: The part of the average that stays in each update, from 0 to 1; 0.999 is usual.
+        num_updates: The number of updates so far: a number, a tensor of one number, or a function. The decay is
+            then at most `(1 + num_updates) / (10 + num_updates)`, so that early averages follow quickly. In a run,
+            the function's answer in replica 0 counts for all.
+        zero_debias: Whether averages begin at zero instead of the first values and are divided by `1 - decay ** t`:
+            then the weight of each value depends on its age alone, also that of the first.
     Raises:
         StrategyError: `decay` or `num_updates` is out of range.
     Example:

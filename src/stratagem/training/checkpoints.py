@@ -154,7 +154,7 @@ def all_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """The path of the newest checkpoint that is undamaged; damaged ones are named in a warning.
+    """Returns the path of the newest undamaged checkpoint; a warning names damaged ones.
 
     Example:
         >>> latest_checkpoint("no such folder") is None

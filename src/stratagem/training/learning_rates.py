@@ -15,12 +15,12 @@ _RULES = {"linear": 1.0, "sqrt": 0.5}  # to what power the rate grows with the b
 
 
 def scale_learning_rate(base: float, *, base_batch: int, global_batch: int, rule: str = "linear") -> float:
-    """The learning rate for a global batch, from one that is good for another batch.
+    """Returns the learning rate for a global batch, given a rate that is good for another batch.
 
     Args:
         base: The rate that is good for a batch of `base_batch`.
-        base_batch: How many examples that batch has.
-        global_batch: How many examples all replicas together take in one step.
+        base_batch: The number of examples in that batch.
+        global_batch: The number of examples that all replicas together take in one step.
         rule: `linear`, which is usual for SGD, or `sqrt`, which is usual for Adam.
     Raises:
         StrategyError: A number is not above 0, or the rule is neither.
@@ -42,18 +42,18 @@ def scale_learning_rate(base: float, *, base_batch: int, global_batch: int, rule
 
 @final
 class WarmUp(LRScheduler):
-    """Raises the learning rate step by step in a straight line, then hands over to another scheduler.
+    """Raises the learning rate in a straight line for some steps, then hands over to another scheduler.
 
-    The first `num_steps` updates have the rates from `start` up to, and without, the rate that the optimizer has when
-    this is made; the next one has that rate. From then on every step is one of `after`, as if it had just begun. Made
-    in a scope it is distributed like every scheduler, and may be stepped in the main program or in a function that
-    is run.
+    The first `num_steps` updates have rates from `start` up to the rate that the optimizer has when
+    this is made, which is the rate of the next update. From then on every step is a step of `after`, from its first
+    one. Made in a scope, it is distributed like every scheduler, and may be stepped in the main program or in a
+    function of `run`.
 
     Args:
-        optimizer: The optimizer, with the rates to arrive at.
-        num_steps: After how many steps the rate is there.
+        optimizer: The optimizer; its rates are the goal.
+        num_steps: The number of steps until the goal is reached.
         start: The rate of the first update, in all parameter groups.
-        after: The scheduler for the time after, made for the same optimizer before this one.
+        after: The scheduler for later steps, made for the same optimizer before this one.
     Raises:
         StrategyError: An argument is out of range, or `after` cannot be stepped without arguments.
     Example:

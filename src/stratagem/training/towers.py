@@ -12,14 +12,15 @@ from stratagem.errors import StrategyError
 def average_gradients(
     tower_grads: Iterable[Iterable[tuple[torch.Tensor | None, torch.Tensor]]],
 ) -> list[tuple[torch.Tensor | None, torch.Tensor]]:
-    """The mean gradient of each variable that several towers share, as in TensorFlow's multi-tower examples.
+    """Returns the mean gradient of each variable that several towers share, as in TensorFlow's multi-tower examples.
 
-    A strategy does this by itself; it is for programs that place towers on devices by hand.
+    A strategy does this by itself; this function is for programs that place towers on devices by hand.
 
     Args:
-        tower_grads: For each tower its pairs of gradient and variable, in the same order.
+        tower_grads: For each tower a list of pairs of gradient and variable, in the same order.
     Returns:
-        The mean gradient, where the first tower's is, and the variable, for each; no gradient in all towers stays none.
+        A pair of mean gradient and variable for each variable; the gradient is on the device of the first tower. It is
+        `None` if no tower has one.
     Raises:
         StrategyError: Towers have different variables, or a gradient that others do not have.
     Example:

@@ -38,15 +38,16 @@ _KNOWN: Final = {
 
 
 def aggregate(module: torch.nn.Module, name: str, how: str) -> None:
-    """Says how a buffer is joined over the replicas at the end of each step.
+    """Says how the replicas' values of a buffer become one value at the end of each step.
 
-    Without it a buffer of floats becomes the mean over all rows, and any other that of the first replica with rows.
+    Without it, a buffer of floats becomes the mean over all rows, and any other buffer takes the value of the first
+    replica with rows.
 
     Args:
         module: A module, before or after it is distributed.
-        name: Its buffer, or one of a module in it: `"stats.num_rows"`.
-        how: `"sum"`: the value before the step and the changes of all replicas, for counters. `"mean"`, `"min"` or
-            `"max"` of the values. `"first"`: that of the first replica with rows.
+        name: The name of a buffer in it: `"stats.num_rows"`.
+        how: `"sum"`: the value before the step plus the changes of all replicas, for counters. `"mean"`, `"min"` or
+            `"max"` of the values. `"first"`: the value of the first replica with rows.
     Raises:
         StrategyError: There is no such buffer, or its type has no such aggregation.
     Example:

@@ -2,7 +2,7 @@
 
 import operator
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from operator import call
 from typing import Any, final
 
@@ -51,8 +51,13 @@ class Marks:
         return [name for name, tensor in tensors.items() if not is_as_marked(tensor, marks.get(name, ()))]
 
 
-def _looked_at(tensors: Iterable[torch.Tensor]) -> tuple[list[int], list[int]]:
-    return list(map(_address, tensors)), list(map(_torch.version_of, tensors))
+def _looked_at(tensors: Collection[torch.Tensor]) -> tuple[list[int], list[int]]:
+    have_memory = set(map(_layout, tensors)) <= {torch.strided}
+    addresses = map(torch.Tensor.data_ptr if have_memory else _address, tensors)
+    return list(addresses), list(map(_torch.version_of, tensors))
+
+
+_layout = operator.attrgetter("layout")
 
 
 def _address(tensor: torch.Tensor) -> int:

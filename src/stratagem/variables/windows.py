@@ -107,8 +107,9 @@ class Windows:
         return Summed({name for row, there in pairs for name in row.named(there)}, is_finite, any_sparse)
 
     def totals(self, names: Sequence[int]) -> list[torch.Tensor]:
-        # New tensors each time: gradients belong to one step.
-        totals = list(map(torch.Tensor.detach, map(self._views.__getitem__, names)))
+        # New tensors each time, since gradients belong to one step; no views to autograd: the program may call
+        # `detach_()`, and what it writes to one changes no other's version.
+        totals = list(map(_data, map(self._views.__getitem__, names)))
         self._given += map(weakref.ref, totals)
         return totals
 
@@ -234,3 +235,4 @@ def _flat(gradient: torch.Tensor | None, placement: Placement) -> torch.Tensor |
 
 
 _is_sparse = operator.attrgetter("is_sparse")
+_data = operator.attrgetter("data")

@@ -53,6 +53,24 @@ def case_step_is_on_the_device_of_its_replica() -> None:
         assert torch.accelerator.current_device_index() == 0
 
 
+def case_model_of_before_the_scope_comes_to_the_device() -> None:
+    for strategy in STRATEGIES:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+        strategy.adopt(model, optimizer)
+
+        def step(x: torch.Tensor, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+
+        strategy.run(step, args=(torch.ones(4, 2),))
+        places = {str(each.device) for each in (*model.parameters(), *model.buffers())}
+        assert places == {str(strategy.devices[0].torch_device)}
+
+
 def case_results_come_to_the_program() -> None:
     for strategy in STRATEGIES:
         with strategy.scope():

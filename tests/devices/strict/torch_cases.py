@@ -353,9 +353,15 @@ def case_parameters_are_parameters() -> None:
     tied[1].weight = tied[0].weight
     tied.to(GPU)
     assert tied[1].weight is tied[0].weight
-    layer.bias.register_hook(lambda grad: None)
-    with pytest.raises(sg.StratagemError, match="a tensor with hooks cannot move from cpu to gpu:1"):
-        layer.to(GPU)
+    handle = layer.bias.register_hook(lambda grad: grad * 3)
+    seen: list[list[float]] = []
+    layer.bias.register_post_accumulate_grad_hook(lambda bias: seen.append(bias.grad.tolist()))
+    layer.to(GPU).zero_grad()
+    layer(torch.ones(1, 2, device=GPU)).sum().backward()
+    handle.remove()
+    layer.zero_grad()
+    layer(torch.ones(1, 2, device=GPU)).sum().backward()
+    assert seen == [[3, 3], [1, 1]]
     made = nn.Parameter(torch.ones(2, device=GPU))
     assert type(made) is nn.Parameter
     assert isinstance(made, nn.Parameter)

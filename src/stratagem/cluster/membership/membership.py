@@ -42,12 +42,12 @@ _Result = TypeVar("_Result")
 
 @final
 class Membership:
-    """This process as a task of a cluster, from the moment when all have come until it leaves.
+    """Makes this process a task of a cluster, from `join` until `leave`.
 
-    The first task is the keeper: it listens at its address, and the others connect to it. All compare the
-    cluster, versions and signature when they meet. From then on each gives signs of life; a task that dies,
-    stops or is cut off is declared lost within seconds, and everybody is told. A membership does not outlive a
-    loss: a task that was declared lost stays so, and a new start needs a new membership.
+    The first task is the keeper: it listens at its address, and the others connect to it. All tasks compare the
+    cluster, versions and signature when they join. Then each sends heartbeats; a task that dies,
+    stops or is cut off is declared lost within seconds, and all others are told. A membership ends with the first
+    loss: a lost task stays lost, and a new start needs a new membership.
 
     Args:
         cluster: All tasks.
@@ -56,10 +56,10 @@ class Membership:
         jobs: Which jobs take part; by default all.
         signature: What all tasks must agree on besides, as values of JSON.
         join_timeout_s: How long to wait for the others.
-        heartbeat_s: After how long each sign of life follows the last. Of this and the next two the keeper's counts.
-        num_missed: After how many missed signs of life a task is lost whose machine does not answer either.
-        heartbeat_timeout_s: After how long without any a task is lost whose machine answers; by default what
-            `stratagem run --heartbeat-timeout` says, or 30 s.
+        heartbeat_s: The seconds between two heartbeats. Of this and the next two options the keeper's values count.
+        num_missed: The number of missed heartbeats after which a task is lost if its machine does not answer either.
+        heartbeat_timeout_s: The seconds without heartbeats after which a task is lost although its machine answers; by
+            default the value of `stratagem run --heartbeat-timeout`, or 30.
         server: The server of this task, if it has one already; it is left running.
         token_file: Where the secret of the cluster is; by default `STRATAGEM_TOKEN_FILE`, or `~/.stratagem/token`.
         allow_all_interfaces: Whether the keeper may listen on all addresses of its machine.

@@ -32,7 +32,7 @@ class Found:
 
 
 def found() -> Found:
-    """Looks at `TF_CONFIG`, torchrun's variables, Slurm's and Kubernetes'; the first that is there counts.
+    """Looks for `TF_CONFIG` and for the variables of torchrun, Slurm and Kubernetes; takes the first that is set.
 
     Raises:
         ClusterSpecError: What is there describes no cluster.

@@ -40,7 +40,7 @@ class SimpleResolver(Resolver):
 
 @final
 class UnionResolver(Resolver):
-    """The tasks of several resolvers as one cluster; this task is that of the first which knows.
+    """Joins the tasks of several resolvers into one cluster; the first one that knows this task names it.
 
     Args:
         resolvers: Each with other tasks, or with the same ones at the same addresses.

@@ -13,7 +13,7 @@ _EXAMPLE = '"task": {"type": "worker", "index": 0}'
 
 @final
 class TFConfigResolver(Resolver):
-    """The cluster that `TF_CONFIG` describes; without one, or with none in it, the program runs alone.
+    """The cluster that `TF_CONFIG` describes. If it is not set or has no cluster in it, the program runs alone.
 
     Args:
         text: The description; by default that of the environment.

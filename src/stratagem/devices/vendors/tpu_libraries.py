@@ -12,7 +12,7 @@ from stratagem.devices.accelerators import Accelerator
 from stratagem.devices.host import Host
 from stratagem.devices.vendors import torch_tpu, torch_xla
 
-INSTALL: Final = "pip install torch_tpu (torch 2.11 to 2.15), or pip install 'torch==2.9.*' 'torch_xla[tpu]==2.9.*'"
+INSTALL: Final = "pip install torch_tpu (torch 2.12 to 2.15), or pip install 'torch==2.9.*' 'torch_xla[tpu]==2.9.*'"
 
 
 def is_built() -> bool:

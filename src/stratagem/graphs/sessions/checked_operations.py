@@ -117,8 +117,9 @@ def _layer_norm(given: _Arguments) -> None:
 
 
 def _cdist(given: _Arguments) -> None:
-    _like_forward(torch.cdist, "x1", "x2", gradient="grad")(given)
-    _require_shape(given, "cdist", given["grad"].shape)
+    gradient = "grad_output" if "grad_output" in given else "grad"  # its name up to torch 2.13
+    _like_forward(torch.cdist, "x1", "x2", gradient=gradient)(given)
+    _require_shape(given, "cdist", given[gradient].shape)
 
 
 def _unfold(given: _Arguments) -> None:

@@ -54,11 +54,11 @@ class _StrictOptions:
 
 @dataclasses.dataclass
 class GPUOptions(_StrictOptions):
-    """Which GPUs a session uses, and how much of their memory.
+    """Says which GPUs a session uses, and how much of their memory.
 
     Args:
-        allow_growth: Whether memory is taken when it is needed, or as much as is allowed at the start; by default as
-            `sg.config.set_memory_growth` says, which is when needed.
+        allow_growth: Whether memory is taken when it is needed, or all of it at the start; by default the setting of
+            `sg.config.set_memory_growth`, which is when needed.
         per_process_gpu_memory_fraction: The part of each GPU's memory that may be used, above 0 and at most 1.
         visible_device_list: The GPUs of the session, by their numbers among the visible ones: with `"2,0"` the
             second is the session's `/gpu:0`, and its `/gpu:1` is the first; by default all.
@@ -98,7 +98,7 @@ class GPUOptions(_StrictOptions):
 
 @dataclasses.dataclass
 class SessionConfig(_StrictOptions):
-    """How a session runs graphs; read when the session is made.
+    """Says how a session runs graphs. It is read when the session is made.
 
     Args:
         log_device_placement: Whether to print where each operation runs.

@@ -23,13 +23,13 @@ _LEAST_ELEMENTS: Final = 1024  # of smaller tensors nothing is left out
 @final
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    """How gradients are made smaller.
+    """Says how gradients are compressed on their way to parameter servers.
 
     Args:
-        kind: `bf16` or `topk`.
-        fraction: Of `topk`: which part of the elements is sent.
+        kind: `bf16` sends numbers of half the size; `topk` sends the largest elements only.
+        fraction: The part of the elements that `topk` sends.
     Raises:
-        ParameterError: It is none of these.
+        ParameterError: `kind` or `fraction` has another value.
     Example:
         >>> Compression("topk", fraction=0.05)
         Compression(kind='topk', fraction=0.05)

@@ -48,13 +48,13 @@ _DEFAULT_SAVE_SECS = 600.0
 
 @final
 class Estimator:
-    """Trains, evaluates and predicts with the model of a function, on the strategy of its configuration.
+    """Trains, evaluates and predicts with the model that a function makes, on the strategy of its configuration.
 
     `model_fn(features, labels, mode, params, config)` is called once for each training, evaluation
-    or prediction, inside the strategy's scope, and returns an `EstimatorSpec`; it takes as many of
-    these arguments as it names. Features and labels are the part of the first batch that one
-    replica gets, to build a module of the right size; what happens in each step is said by the
-    functions in the spec. Checkpoints in `model_dir` carry a model from one call to the next, and
+    or prediction, inside the strategy's scope, and returns an `EstimatorSpec`. It may leave out arguments
+    that it does not need. Features and labels are one replica's part of the first batch, for building
+    a module of the right size; the functions in the spec say what happens in each step.
+    Checkpoints in `model_dir` keep the model between calls, and
     a training that was cut short goes on with the next batch.
 
     Args:

@@ -21,7 +21,7 @@ _log = logging.getLogger("stratagem")
 
 
 class RunContext(ABC):
-    """What hooks see of the session that they are part of, and how they end it."""
+    """Lets hooks see the session that they are part of, and end it."""
 
     mode: str
     module: torch.nn.Module
@@ -51,7 +51,7 @@ class RunContext(ABC):
 
 
 class RunValues(ABC):
-    """What one step gave; computed when asked for."""
+    """The results of one step; they are computed when they are read."""
 
     @property
     @abstractmethod
@@ -70,7 +70,7 @@ class RunValues(ABC):
 
 
 class SessionRunHook:
-    """Does nothing at every moment of a session; hooks do something at some."""
+    """The base of hooks: its methods are called at certain moments of a session and do nothing."""
 
     def begin(self) -> None:
         """Before the first step, and before anything else; once, also if a training is restarted."""
@@ -178,7 +178,7 @@ class StepCounterHook(SessionRunHook):
 
 
 class CheckpointSaverListener:
-    """Is told of checkpoints; does nothing by itself."""
+    """A base for objects that are called before and after each checkpoint; its methods do nothing."""
 
     def before_save(self, run_context: RunContext, global_step: int) -> None:
         """Before a checkpoint is written."""
@@ -202,11 +202,11 @@ class CheckpointSaverHook(SessionRunHook):
     """Writes checkpoints while training goes on, and one at its end.
 
     Args:
-        save_steps: After how many steps, or
-        save_secs: after how many seconds.
-        listeners: Who is told.
-        on_error: What a checkpoint on the way that cannot be written does: `raise`, or `warn`. The one at the end is
-            always an error.
+        save_steps: The number of steps between two checkpoints; or give `save_secs`.
+        save_secs: The number of seconds between two checkpoints.
+        listeners: Objects that are called before and after each checkpoint.
+        on_error: What happens if a checkpoint during training cannot be written: `raise` or `warn`. At the end of
+            training it is always an error.
     """
 
     def __init__(

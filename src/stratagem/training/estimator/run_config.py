@@ -21,7 +21,7 @@ FROM_CHECKPOINT = "from_checkpoint"
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How an Estimator runs. The strategy comes from here alone; the model function knows none.
+    """Says how an Estimator runs. Only this object has the strategy; the model function needs none.
 
     Args:
         model_dir: Where checkpoints and summaries are kept, if the Estimator is not told.
@@ -33,10 +33,10 @@ class RunConfig:
         log_step_count_steps: Logs loss and speed every so many steps; 0 logs nothing.
         train_distribute: The strategy that trains; by default the default strategy.
         eval_distribute: The strategy that evaluates and predicts; by default the default strategy.
-        on_save_error: What a checkpoint that cannot be written does to a training: `raise`, or `warn` and go on.
-        restart: What a replica that dies or stalls does to a training: `never` restarts, so that the error ends it;
-            `from_checkpoint` starts the strategy anew and goes on from the last checkpoint.
-        max_restarts: How many restarts there may be within ten minutes.
+        on_save_error: What happens if a checkpoint cannot be written: `raise` ends the training, `warn` goes on.
+        restart: What happens if a replica dies or stalls. `never`: the error ends the training. `from_checkpoint`: the
+            strategy starts anew, and training goes on from the last checkpoint.
+        max_restarts: The largest number of restarts within ten minutes.
     Raises:
         EstimatorError: An argument is not one of its values.
     """

@@ -147,9 +147,9 @@ class Input:
 
     Args:
         data: Whatever `strategy.distribute` takes; batches are (features, labels) or features.
-        global_batch_size: For a dataset, tensors or arrays: how many examples make a global batch.
-        shuffle: For the same: whether each pass has a new order.
-        num_epochs: How many passes; `None` for no end.
+        global_batch_size: The number of examples in a global batch, for a dataset, tensors and arrays.
+        shuffle: Whether each pass has a new order, for a dataset, tensors and arrays.
+        num_epochs: The number of passes; `None` never ends.
     """
 
     data: Any
@@ -192,8 +192,8 @@ class EvalSpec:
         steps: How many batches of it; `None` takes all.
         name: Keeps summaries of several evaluations apart.
         hooks: Hooks for evaluation.
-        throttle_secs: At least so long between the starts of two evaluations; each needs a new
-            checkpoint. The last checkpoint is always evaluated.
+        throttle_secs: The least number of seconds between the starts of two evaluations. An evaluation needs a new
+            checkpoint; the last checkpoint is always evaluated.
     """
 
     input_fn: Callable[..., Any]
@@ -216,7 +216,7 @@ class WarmStartSettings:
 
     Args:
         ckpt_to_initialize_from: A checkpoint, or a folder of which the newest is taken.
-        vars_to_warm_start: A regular expression; weights with a name that it is found in are taken.
+        vars_to_warm_start: A regular expression; weights are taken if it is found in their name.
         var_name_to_prev_var_name: For weights that had another name there.
     """
 

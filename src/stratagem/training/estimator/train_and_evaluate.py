@@ -18,14 +18,14 @@ _LOOK_S: Final = 0.5
 
 
 def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec) -> dict[str, Any]:
-    """Trains in one go, and evaluates new checkpoints on the way and the last one at the end.
+    """Trains, evaluates new checkpoints during training, and evaluates the last one at the end.
 
-    How often is decided by the checkpoints (`RunConfig(save_checkpoints_steps=...)`) and by
-    `EvalSpec(throttle_secs=...)`. Evaluating changes nothing in the training.
+    `RunConfig(save_checkpoints_steps=...)` and `EvalSpec(throttle_secs=...)` say how often. Evaluation changes nothing
+    in the training.
 
     Returns:
-        What the last evaluation gave. In a cluster with an evaluator that task alone evaluates, and the others return
-        nothing, `{}`; so do workers of parameter servers, which never do so together.
+        The results of the last evaluation. In a cluster with an evaluator only that task evaluates, and the others
+        return `{}`; so do workers of parameter servers, which never evaluate together.
     """
     if not isinstance(estimator, Estimator):
         raise EstimatorError(f"estimator is an Estimator, got {described(estimator)}")

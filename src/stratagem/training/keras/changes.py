@@ -37,7 +37,8 @@ def inside(optimizer: Any) -> list[Any]:
     """The optimizers that one hands gradients on to."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return [optimizer.inner_optimizer]
-    return list(optimizer.optimizers) if isinstance(optimizer, keras.optimizers.MultiOptimizer) else []
+    several = getattr(keras.optimizers, "MultiOptimizer", ())  # Keras has it since 3.15
+    return list(optimizer.optimizers) if isinstance(optimizer, several) else []
 
 
 def innermost(optimizer: Any) -> list[Any]:
