@@ -125,6 +125,8 @@ STRICT_ROWS: dict[str, MakeStrategy] = {
     "strict 2 workers of 1": strict(workers(1, kind=target.KIND.lower())),
     "strict 2 workers of 2": strict(workers(2, kind=target.KIND.lower())),
 }
+if target.IS_REAL and target.KIND != "TPU":
+    del STRICT_ROWS["strict tpu 2"]
 ROWS = CPU_ROWS
 # Where torch_xla computes: `make test-tpu`.
 TPU_ROWS: dict[str, MakeStrategy] = {"tpu 4": alone(sg.TPUStrategy)}
