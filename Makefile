@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak test-tpu bench-tpu test-keras test-gpu test-busy test-versions test-docs docs docs-serve dist check format bench clean
+.PHONY: help setup demo test soak test-tpu bench-tpu test-keras test-gpu test-busy test-versions test-docs docs docs-serve dist check format bench bench-compare bench-record clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 15
@@ -113,6 +113,12 @@ bench: $(READY)  ## Measure; tables on the screen, figures in benchmarks/results
 	@$(RUN)/python -m benchmarks.sessions
 	@$(RUN)/python -m benchmarks.placement
 	@$(RUN)/python -m benchmarks.strict_devices
+
+bench-compare: $(READY)  ## Say which of the ratios that were measured have fallen since the last version
+	@$(RUN)/python -m benchmarks.history compare
+
+bench-record: $(READY)  ## Keep the ratios that were measured in benchmarks/history, as those of this version
+	@$(RUN)/python -m benchmarks.history record
 
 clean:  ## Remove what the other targets made
 	@rm -rf $(VENV) $(TPU_VENV) .mypy_cache .ruff_cache .hypothesis benchmarks/results build dist
