@@ -300,6 +300,9 @@ MODULE_HOOKS: Final = (
 )
 """The dicts in which it holds its hooks."""
 
+hooks_in: Final[Callable[[dict[str, Any]], tuple[dict[int, Any], ...]]] = operator.itemgetter(*MODULE_HOOKS)
+"""Those dicts, of the attributes of a module."""
+
 OPTIMIZER_METHODS: Final = ("step", "state_dict", "load_state_dict", "zero_grad")
 """Methods that somebody may replace on one optimizer."""
 

@@ -257,6 +257,8 @@ def _opened(value: Any) -> tuple[list[Any], Any] | None:
     if isinstance(value, collections.UserDict):
         return list(value.data.values()), tuple(value.data)
     names = tuple(each.name for each in dataclasses.fields(value))
+    if not all(hasattr(value, name) for name in names):
+        return None  # it is not finished, and so no container
     return [getattr(value, name) for name in names], names
 
 

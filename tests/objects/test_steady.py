@@ -1,5 +1,6 @@
 """One look at all distributed modules and tensors finds whatever has changed in them, and keeps none of them alive."""
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from stratagem import _torch
 from stratagem.objects.steady import Steady
 from stratagem.processes.registry import Registry
 
@@ -21,6 +23,7 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(2)
         self.scale = 1.5
         self.activation = nn.functional.relu
+        self.active, self.pending = nn.ModuleDict({"a": nn.Identity()}), nn.ModuleDict({"b": nn.Identity()})
         self.shared = self.first.weight
         self.sizes = (1, 2)
 
@@ -45,6 +48,16 @@ def _rename(model: Net) -> None:
     assert list(members).index("other") == len(members) - 1
 
 
+def _move(model: Net) -> None:
+    model.active["b"] = model.pending.pop("b")
+
+
+def _freeze(model: Net) -> None:
+    bias = model.first.bias
+    del model.first.bias
+    model.first.register_buffer("bias", bias)
+
+
 CHANGES: dict[str, Callable[[Net], Any]] = {
     "a plain attribute": lambda model: setattr(model, "scale", 2.5),
     "a tuple": lambda model: setattr(model, "sizes", (2, 1)),
@@ -57,6 +70,8 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
     "a parameter": lambda model: setattr(model.first, "weight", nn.Parameter(torch.ones(2, 2))),
     "a buffer": lambda model: model.norm.register_buffer("running_mean", torch.ones(2)),
     "layers in another order": _swap,
+    "a layer of another container": _move,
+    "a parameter that became a buffer": _freeze,
     "a layer that is gone": lambda model: delattr(model, "second"),
     "a frozen parameter": lambda model: model.first.weight.requires_grad_(False),
     "a hook of a layer": lambda model: model.first.register_forward_hook(lambda *_: None),
@@ -70,7 +85,7 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
 def test_a_look_finds_what_the_program_changed(change: Callable[[Net], Any]) -> None:
     model = Net()
     registry, steady = registered(model)
-    assert len(steady.names) == 4 + 6 + 3  # modules, parameters, buffers
+    assert len(steady.names) == 8 + 6 + 3  # modules, parameters, buffers
     assert steady.look()
     kept = change(model)
     assert not steady.look()
@@ -96,6 +111,41 @@ def test_modules_that_hold_what_can_change_by_itself_are_looked_at_one_by_one() 
     assert steady.look()
     assert set(map(id, steady.rest().values())) == {id(model), id(model.first)}
     assert registry.names >= steady.names
+
+
+def test_a_part_that_nobody_knows_yet_is_found_in_every_look() -> None:
+    model = Net()
+    _, steady = registered(model)
+    model.second.register_buffer("mask", torch.ones(2))  # as a step may do, after which this is noted
+    assert not steady.look()
+    steady.note()
+    assert steady.look()
+    assert list(map(id, steady.rest().values())) == [id(model.second)]
+
+
+def test_a_hook_of_the_program_beside_one_of_the_library_is_found() -> None:
+    model = Net()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_torch.LibraryHook(lambda _: None))
+    _, steady = registered(model)
+    assert steady.look()
+    model.first.weight.register_post_accumulate_grad_hook(lambda _: None)
+    assert not steady.look()
+
+
+def _nothing(*_: Any) -> None:
+    """A hook."""
+
+
+def test_a_model_that_a_hook_of_its_own_refers_to_is_not_kept_alive() -> None:
+    model = Net()
+    _, steady = registered(model)
+    model.first.register_forward_hook(functools.partial(_nothing, model))
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+    steady.forget()
 
 
 def test_objects_that_come_and_go_are_noticed() -> None:

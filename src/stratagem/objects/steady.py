@@ -49,7 +49,6 @@ class Steady:
         self._entries: list[Any] = []
         self._version = -1  # of the registry: since then no object came or went
         self._kept: list[Any] = []  # values whose place in memory nothing else can take meanwhile
-        self._hooks: list[Any] = []  # dicts of hooks, without any in them
         self._seen: tuple[Any, ...] = ()
         self._apart: dict[int, int] = {}  # names of modules that change often, and until which look
         self._num_looks = self._noted_at = 0
@@ -57,7 +56,10 @@ class Steady:
     def look(self) -> bool:
         """Looks at all of them; whether they are as before."""
         self._num_looks += 1
-        self.is_so = self._version == self._registry.version and not any(self._hooks) and self._seen == self._see()
+        # First held, then compared: the collector may come at any time.
+        modules, tensors = list(map(call, self._modules)), list(map(call, self._tensors))
+        are_there = type(None) not in {*map(type, modules), *map(type, tensors)}
+        self.is_so = are_there and self._version == self._registry.version and self._seen == _seen(modules, tensors)
         return self.is_so
 
     def rest(self) -> dict[int, Any]:
@@ -66,8 +68,10 @@ class Steady:
         return live(self._registry.names - self.names) if self.is_so else live()
 
     def forget(self) -> None:
-        """Nobody knows how they were."""
-        self._version, self.is_so = -1, False
+        """Nobody knows how they were, and nothing of them is kept."""
+        self._version, self.is_so, self._seen = -1, False, ()
+        self._modules, self._tensors, self._kept, self._entries = [], [], [], []
+        self.names, self.classes, self._module_names = set(), set(), []
 
     def note(self) -> None:
         """Takes them as they are; those among the distributed objects that seldom change."""
@@ -78,7 +82,7 @@ class Steady:
             self._apart |= dict.fromkeys(itertools.compress(self._module_names, changed), until)
         self._noted_at = self._num_looks
         self._apart = {name: last for name, last in self._apart.items() if last > self._num_looks}
-        self._kept, self._hooks = [], []
+        self._kept = []
         modules: dict[int, torch.nn.Module] = {}
         tensors: dict[int, torch.Tensor] = {}
         for name, obj in self._registry.live().items():
@@ -92,28 +96,34 @@ class Steady:
         self._tensors = list(map(weakref.ref, tensors.values()))
         self.names, self.classes = {*modules, *tensors}, set(map(type, modules.values()))
         self._entries = list(map(_entry, modules.values()))
-        self._version, self._seen = self._registry.version, self._see()
+        self._version = self._registry.version
+        self._seen = _seen(list(modules.values()), list(tensors.values()))
 
     def _takes(self, module: torch.nn.Module) -> bool:
         """Whether a module changes by getting another member only."""
         members = vars(module)
-        hooks = [members[kind] for kind in _torch.MODULE_HOOKS]
-        if any(hooks) or not kinds.is_plain_module(module):
+        if any(_torch.hooks_in(members)) or not kinds.is_plain_module(module):
             return False
+        # A part that a step has made is not known yet: the next run distributes it.
+        parts = [each for own in _torch.parts_of(module) for each in own.values() if each is not None]
         own = [value for key, value in members.items() if key not in kinds.NOT_OF_MODULE]
-        if not all(stays_itself(each, self._registry) for each in own):
+        if self._registry.without_name(parts) or not all(stays_itself(each, self._registry) for each in own):
             return False
-        self._hooks += hooks
         self._kept += [each for each in own if each not in self._registry]
         return True
 
-    def _see(self) -> tuple[Any, ...]:
-        modules, tensors = list(map(call, self._modules)), list(map(call, self._tensors))
-        dicts = [*map(vars, modules), *itertools.chain.from_iterable(map(_torch.parts_of, modules))]
-        ids = list(map(id, itertools.chain.from_iterable(map(dict.values, dicts))))
-        needs = list(map(_torch.requires_grad_of, tensors))
-        hooks = any(itertools.chain.from_iterable(map(_torch.hooks_of, tensors)))
-        return list(itertools.chain.from_iterable(dicts)), ids, list(map(type, modules)), needs, hooks
+
+def _seen(modules: list[Any], tensors: list[Any]) -> tuple[Any, ...]:
+    """What modules and tensors are made of, in lists that are equal as long as that is the same."""
+    members: list[dict[str, Any]] = [vars(each) for each in modules]
+    dicts = [*members, *itertools.chain.from_iterable(map(_torch.parts_of, modules))]
+    ids = list(map(id, itertools.chain.from_iterable(map(dict.values, dicts))))
+    keys, sizes = list(itertools.chain.from_iterable(dicts)), list(map(len, dicts))
+    of_modules = any(itertools.chain.from_iterable(map(_torch.hooks_in, members)))
+    # Those of the library are there too; one that the program adds makes more of them.
+    of_tensors = list(map(len, filter(None, itertools.chain.from_iterable(map(_torch.hooks_of, tensors)))))
+    needs = list(map(_torch.requires_grad_of, tensors))
+    return keys, sizes, ids, list(map(type, modules)), needs, of_modules, of_tensors
 
 
 def _entry(module: Any) -> Any:

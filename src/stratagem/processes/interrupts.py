@@ -18,7 +18,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._held: list[FrameType | None] = []
         self._before: Any = None
-        self._is_allowed = False
+        self._is_allowed = self._has_ended = False
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
@@ -31,6 +31,7 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
+        self._has_ended = True
         self._deliver()  # also in the place of another error: it is what the user wants
 
     @contextlib.contextmanager
@@ -44,7 +45,7 @@ class Interrupts:
             self._is_allowed = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self._is_allowed:
+        if self._is_allowed or self._has_ended:  # a step may have kept this handler, and set it again later
             self._before(number, frame)
         else:
             self._held.append(frame)
