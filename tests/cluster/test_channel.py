@@ -71,7 +71,7 @@ def test_other_token_is_refused_on_both_sides(
         asyncio.run(ping("127.0.0.1", port_of(server), tokens.load(tmp_path / "other")))
     assert f"has another token than this task, which took its own from {str(tmp_path / 'other')!r}" in str(caught.value)
     assert server.num_refused == 1
-    assert "a stranger has another token" in caplog.text
+    assert "an unknown program has another token" in caplog.text
     for path in (tmp_path / "other", token_file):
         assert path.read_text().strip() not in str(caught.value) + caplog.text
     assert is_served(server)

@@ -81,7 +81,7 @@ def test_port_can_be_used_again_at_once() -> None:
 
 def test_address_of_another_machine_is_explained() -> None:
     with pytest.raises(
-        AddressError, match=r"worker/0 cannot listen at 192.0.2.1:2222: that is no address of this mach"
+        AddressError, match=r"worker/0 cannot listen at 192.0.2.1:2222: that is not an address of this mach"
     ):
         sg.Server({"worker": ["192.0.2.1:2222"]})
     with pytest.raises(AddressError, match=r"the name 'nowhere.invalid' is not known here"):
@@ -90,7 +90,9 @@ def test_address_of_another_machine_is_explained() -> None:
 
 def test_name_that_others_cannot_reach_is_warned_of() -> None:
     (port,) = free_ports(1)
-    with pytest.warns(ClusterWarning, match=r"the name 'localhost' of worker/0 means .*127.0.0.1.* on this machine"):
+    with pytest.warns(
+        ClusterWarning, match=r"the name 'localhost' of worker/0 resolves to .*127.0.0.1.* on this machine"
+    ):
         sg.Server({"worker": [f"localhost:{port}", "10.1.2.3:1"]}, "worker", 0).stop()
 
 
@@ -102,7 +104,7 @@ def test_task_must_be_named_where_there_are_several() -> None:
         sg.Server(cluster, "worker")
     with pytest.raises(ClusterSpecError, match="task worker/2 does not exist; cluster has worker/0, worker/1, ps/0"):
         sg.Server(cluster, "worker", 2)
-    with pytest.raises(ClusterSpecError, match="worker/1 has no address, so that it cannot listen"):
+    with pytest.raises(ClusterSpecError, match="worker/1 has no address, so it cannot listen"):
         sg.Server({"worker": ["127.0.0.1:1", None]}, "worker", 1)
 
 

@@ -264,7 +264,7 @@ def test_what_a_cluster_cannot_have_is_refused(inventory: Any) -> None:
         ((), {"cluster_resolver": "TF_CONFIG"}, "one of sg.cluster's resolvers, got 'TF_CONFIG'"),
         ((2,), {"cluster_resolver": with_ps}, "give one of them, got 2 and"),
         ((with_ps, "rows"), {}, "variable_partitioner is a MinSizePartitioner, .* got 'rows'"),
-        ((with_ps,), {"num_ps": 2}, "num_ps goes with num_workers="),
+        ((with_ps,), {"num_ps": 2}, "num_ps works with num_workers="),
         (
             (2,),
             {"variable_partitioner": sg.FixedShardsPartitioner(2)},

@@ -248,7 +248,7 @@ def test_program_with_a_parameter_server_and_two_workers() -> None:
             torch.testing.assert_close(other.weight, plain.w.detach())
             check_momentum(first.target, replica_device_setter("/job:worker/task:1"))
             sg.Session.reset(second.target)
-            with pytest.raises(SessionError, match=r"another program has reset it; make the session anew"):
+            with pytest.raises(SessionError, match=r"another program has reset it; make a new session"):
                 one.step(ONE)
         devices = {type_: {each.device for each in log if each.operation == type_} for type_ in ("Assign", "MatMul")}
     assert devices["Assign"] == {"/job:ps/replica:0/task:0/device:CPU:0"}

@@ -651,7 +651,7 @@ def lbfgs_with_a_line_search(on: Runner) -> Any:
 # Tensors that are no parameters
 
 
-@programs(refused="is no parameter, so that each replica would train one of its own")
+@programs(refused="is not a parameter: each replica would train its own copy")
 def tensor_trained_by_an_optimizer(on: Runner) -> Any:
     with on.scope():
         weight = torch.zeros(3, 1, requires_grad=True)
@@ -665,7 +665,7 @@ def tensor_trained_by_an_optimizer(on: Runner) -> Any:
     on(step, *batch())
 
 
-@programs(refused="is no parameter, so that each replica would train one of its own")
+@programs(refused="is not a parameter: each replica would train its own copy")
 def tensor_trained_by_hand(on: Runner) -> Any:
     weight = torch.zeros(3, 1, requires_grad=True)
 

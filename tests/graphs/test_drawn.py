@@ -183,7 +183,7 @@ def of_unknown_shape() -> torch.Tensor:
     [
         (written_in_part, "random numbers were written into it in a way that a graph does not record"),
         (written_into_another, "random numbers were written into it in a way that a graph does not record"),
-        (made_of_what_changed, "was made of a tensor that was changed in place since"),
+        (made_of_what_changed, "the tensor that it was computed from was changed in place later"),
         (of_unknown_shape, "its shape depends on values"),
     ],
 )

@@ -299,7 +299,7 @@ def test_nestings_without_end_are_refused() -> None:
     with sg.Graph() as graph:
         x = sg.placeholder(torch.float32, [2])
     with sg.Session(graph) as session:
-        with pytest.raises(FeedError, match=r"it was fed \[\[\[.*, which is no tensor"):
+        with pytest.raises(FeedError, match=r"it was fed \[\[\[.*, which is not a tensor"):
             session.run(x, {x: nested()})
         with pytest.raises(StrategyError, match="a nesting of values is at most 200 deep"):
             session.run(nested())

@@ -75,7 +75,7 @@ def test_staleness_counts_pushes_between_and_may_scale_the_rate() -> None:
         ({"gradients": {"weight": torch.full((4, 3), torch.nan)}}, "not finite"),
         ({"gradients": {"other": torch.ones(1)}}, "no variable 'other'"),
         ({"gradients": {"table": Rows(torch.tensor([3, 10]), torch.ones(2, 2))}}, "rows 0 to 9"),
-        ({"gradients": {"table": Rows(torch.tensor([3, 3]), torch.ones(2, 2))}}, "none twice"),
+        ({"gradients": {"table": Rows(torch.tensor([3, 3]), torch.ones(2, 2))}}, "each only once"),
         ({"gradients": {"table": Rows(torch.tensor([3]), torch.ones(2, 2))}}, "(1, 2)"),
         ({"version": 1}, "version 1"),
         ({"version": -1}, "version -1"),

@@ -180,7 +180,7 @@ def test_scope_refuses_what_is_no_device() -> None:
         device(sg.config.list_physical_devices("CPU")[0])
     with pytest.raises(DeviceTypeError, match="decorates a function"):
         device("/cpu:0")(3)  # type: ignore[arg-type]
-    with pytest.raises(DeviceTypeError, match="runs in pieces"):
+    with pytest.raises(DeviceTypeError, match="is a generator or a coroutine"):
 
         @device("/cpu:0")
         async def later() -> None: ...

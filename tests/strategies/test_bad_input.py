@@ -721,7 +721,7 @@ def test_calls_of_the_replica_that_are_not_calls(each: sg.Strategy) -> None:
     with pytest.raises(StrategyError, match="update calls a function that changes variables, got NoneType"):
         repr(each.run(lambda: sg.get_replica_context().update(None)))  # type: ignore[union-attr,arg-type]
     for function, args in ((None, ()), (len, 3)):
-        with pytest.raises(StrategyError, match="merge_call takes a function of the strategy, a tuple"):
+        with pytest.raises(StrategyError, match="merge_call takes a function whose first argument is the strategy"):
             repr(each.run(lambda: sg.get_replica_context().merge_call(function, args)))  # type: ignore[union-attr,arg-type]  # noqa: B023
 
 

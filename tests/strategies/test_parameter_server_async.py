@@ -93,7 +93,7 @@ def test_result_that_is_not_there_yet_behaves_as_what_it_will_be(
     assert isinstance(everything, tuple)
     assert torch.stack([loss, loss]).tolist() == [3.0, 3.0]
     assert np.mean([loss, loss]) == 3.0
-    with pytest.raises(TypeError, match=r"make torch.stack\(results\) of them"):
+    with pytest.raises(TypeError, match=r"use torch.stack\(results\)"):
         torch.tensor([loss, loss])
     assert (float(loss), int(loss), bool(loss), f"{loss:.1f}", str(loss)) == (3.0, 3, True, "3.0", "tensor(3.)")
     assert loss < 4 <= loss + 1 == 4
@@ -147,7 +147,9 @@ def test_results_can_be_unpacked_before_they_are_there_once_their_number_is_know
     (tmp_path / "go").touch()
     assert strategy.reduce("mean", loss).item() == 3.0
     assert strategy.local_results(zero) == (0,)
-    with pytest.raises(StrategyError, match="a step returned 3 values, an earlier one of the same function 2"):
+    with pytest.raises(
+        StrategyError, match="a step returned 3 values, but an earlier step of the same function returned 2"
+    ):
         strategy.local_results(wrong)[0]
     assert len(list(more)) == 3
 

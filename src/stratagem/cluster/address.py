@@ -80,13 +80,13 @@ def _checked_host(host: str, text: str) -> str:
             ip = ipaddress.IPv6Address(inner) if bracketed else ipaddress.IPv4Address(inner)
         except ValueError:
             kind = "IPv6" if bracketed else "IPv4"
-            raise ClusterSpecError(f"{text!r}: {inner!r} is no {kind} address; {_EXAMPLE}") from None
+            raise ClusterSpecError(f"{text!r}: {inner!r} is not an {kind} address; {_EXAMPLE}") from None
         if ip.is_unspecified or ip.is_multicast:
             raise ClusterSpecError(
-                f"{text!r} is no address of one machine that others could reach; name the machine, and pass "
-                f"allow_all_interfaces=True where it shall listen on all its addresses"
+                f"{text!r} is not the address of one machine that others could reach; name the machine, and pass "
+                f"allow_all_interfaces=True if the task has to listen on all its addresses"
             )
         return str(ip)
     if not _NAME.fullmatch(inner):
-        raise ClusterSpecError(f"{text!r}: {inner!r} is no host name; {_EXAMPLE}")
+        raise ClusterSpecError(f"{text!r}: {inner!r} is not a host name; {_EXAMPLE}")
     return inner.lower()

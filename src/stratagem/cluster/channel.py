@@ -192,15 +192,15 @@ async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tok
             writer.write(own)
             other = await reader.readexactly(_HELLO.size)
             if other[:5] != own[:5]:
-                raise HandshakeError("a stranger does not speak this protocol")
+                raise HandshakeError("an unknown program does not speak this protocol")
             proof = await reader.readexactly(_CODE_BYTES)
     except TimeoutError:
-        raise HandshakeError("a stranger did not say who it is") from None
+        raise HandshakeError("an unknown program did not say who it is") from None
     except (asyncio.IncompleteReadError, OSError):
-        raise HandshakeError("a stranger went away") from None
+        raise HandshakeError("an unknown program went away") from None
     said = other + own
     if not hmac.compare_digest(proof, token.sign(b"stratagem connects" + said)):
-        raise HandshakeError("a stranger has another token")
+        raise HandshakeError("an unknown program has another token")
     writer.write(token.sign(b"stratagem listens" + said))
     return Channel(reader, writer, token.sign(b"stratagem in" + said), token.sign(b"stratagem out" + said))
 

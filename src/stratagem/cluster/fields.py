@@ -48,7 +48,7 @@ def check(body: Any, fields: Mapping[str, Check], what: str) -> None:
         raise ProtocolError(f"{what} has the fields {', '.join(fields) or 'none'}")
     for name, is_right in fields.items():
         if not is_right(body[name]):
-            raise ProtocolError(f"{name!r} of {what} is not what it may be")
+            raise ProtocolError(f"{name!r} of {what} has a value that is not allowed")
 
 
 def write(body: Body) -> bytes:

@@ -31,7 +31,7 @@ def listen(task: Task, address: Address, *, everywhere: bool = False) -> list[so
     if everywhere:
         warn_caller(
             f"{task.name} listens on all addresses of this machine at port {address.port}, not only on {address.host}; "
-            f"whoever can reach it can try the token",
+            f"any program that can reach it can try to guess the token",
             ClusterWarning,
         )
     listeners: list[socket.socket] = []
@@ -50,8 +50,8 @@ def listen(task: Task, address: Address, *, everywhere: bool = False) -> list[so
         raise
     if elsewhere and not listeners:
         raise AddressError(
-            f"{task.name} cannot listen at {address}: that is no address of this machine, which has "
-            f"{' and '.join(_own_addresses()) or 'none'}. Check job_name and task_index; where a network translates "
+            f"{task.name} cannot listen at {address}: that is not an address of this machine, which has "
+            f"{' and '.join(_own_addresses()) or 'none'}. Check job_name and task_index; if the network translates "
             f"addresses, pass allow_all_interfaces=True"
         )
     return listeners

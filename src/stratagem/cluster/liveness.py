@@ -105,9 +105,9 @@ class Pulse:
         """
         silent_s = self.clock.now_s() - self._heard_at
         if min(silent_s, unconfirmed_s) >= self._cut_off_s:
-            reason = "its machine does not answer either, or the network between is cut"
+            reason = "its machine does not answer either, or the network to it is cut"
         elif silent_s >= self._timeout_s:
-            reason = "its machine answers, so its process is stopped or busy; for one that is busy for longer, raise "
+            reason = "its machine answers, so its process is stopped or busy; if it is only busy, raise "
             reason += f"heartbeat_timeout_s={self._timeout_s:g}"
         else:
             return ""

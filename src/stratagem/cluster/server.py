@@ -49,9 +49,9 @@ class Server(StaysHere):
         cluster: All tasks.
         job_name: The job of this task; may be left out if there is one job.
         task_index: Its index; may be left out if the job has one task.
-        token_file: Where the secret of the cluster is; by default `STRATAGEM_TOKEN_FILE`, or `~/.stratagem/token`.
-        allow_all_interfaces: Whether to listen on all addresses of this machine, where its own cannot be had.
-        start: Whether to listen at once.
+        token_file: The file with the secret of the cluster; by default `STRATAGEM_TOKEN_FILE`, or `~/.stratagem/token`.
+        allow_all_interfaces: Whether to listen on all addresses of this machine, if it does not have that of the task.
+        start: Whether to start listening at once.
 
     Raises:
         ClusterSpecError: There is no such task, or it has no address.
@@ -82,7 +82,7 @@ class Server(StaysHere):
         self.spec = ClusterSpec(cluster)
         self.task = _only_task(self.spec, job_name, task_index)
         if self.task.address is None:
-            raise ClusterSpecError(f"{self.task.name} has no address, so that it cannot listen; give it one")
+            raise ClusterSpecError(f"{self.task.name} has no address, so it cannot listen; give it one")
         self._address = self.task.address
         self._token = tokens.load(None if token_file is None else os.fspath(token_file))
         self._everywhere = allow_all_interfaces
@@ -104,7 +104,7 @@ class Server(StaysHere):
 
     @classmethod
     def create_local_server(cls, *, token_file: str | os.PathLike[str] | None = None) -> Self:
-        """A cluster of one task on this machine, at a free port of the loopback address."""
+        """Returns the server of a cluster with one task, on this machine, at a free port of the loopback address."""
         listener = socket.create_server(("127.0.0.1", 0))
         try:
             port = listener.getsockname()[1]
@@ -117,7 +117,7 @@ class Server(StaysHere):
 
     @property
     def target(self) -> str:
-        """Where this task is reached: `stratagem://host:port`."""
+        """The address of this task for sessions: `stratagem://host:port`."""
         return f"{SCHEME}{self._address}"
 
     @property
@@ -127,11 +127,11 @@ class Server(StaysHere):
 
     @property
     def thread(self) -> IoThread:
-        """The thread in which all sockets of this task live."""
+        """The thread that serves all sockets of this task."""
         return self._thread
 
     def start(self) -> None:
-        """Begins to listen; if it does already, does nothing."""
+        """Starts listening. If the server listens already, this does nothing."""
         if self._is_running:
             return
         if self._told.is_set():
@@ -141,7 +141,7 @@ class Server(StaysHere):
         self._start(listeners)
 
     def handle(self, kind: MessageKind, handler: Handler | None) -> None:
-        """Registers who is called with each message of a kind that begins a conversation; None for nobody."""
+        """Registers a function for each message of a kind that opens a conversation; None removes it."""
         if handler is None:
             self._handlers.pop(kind, None)
         else:
@@ -151,7 +151,7 @@ class Server(StaysHere):
         """Waits until the cluster is told to stop, or this process gets Ctrl-C or SIGTERM; then stops the server.
 
         Args:
-            timeout_s: Waits no longer than so; the server goes on then.
+            timeout_s: The longest wait; after it the server goes on.
         """
         if timeout_s is not None:
             require_seconds(ClusterSpecError, or_zero=True, timeout_s=timeout_s)
@@ -161,7 +161,7 @@ class Server(StaysHere):
         self.stop()
 
     def stop(self) -> None:
-        """Ends all connections and stops listening. A second time it does nothing."""
+        """Ends all connections and stops listening. A second call does nothing."""
         self._told.set()
         if self._is_running:
             self._is_running = False
@@ -170,7 +170,7 @@ class Server(StaysHere):
             self._service = None  # and with it the variables of sessions
 
     def stop_cluster(self) -> list[str]:
-        """Tells the servers of all tasks to stop, this one too; returns the names of those that were reached."""
+        """Tells the servers of all tasks to stop, also this one; returns the names of the tasks that were reached."""
         reached = self._thread.run(self._tell_all())
         self.stop()
         return [*reached, self.task.name]
@@ -196,8 +196,8 @@ class Server(StaysHere):
         others = {task.address.host for task in self.spec.tasks if task.address is not None} - {self._address.host}
         if others and self._address.host not in own and all(ipaddress.ip_address(each).is_loopback for each in own):
             warn_caller(
-                f"the name {self._address.host!r} of {self.task.name} means {' and '.join(own)} on this machine, where "
-                f"no other machine can reach it; give an address of its network, or mend /etc/hosts",
+                f"the name {self._address.host!r} of {self.task.name} resolves to {' and '.join(own)} on this "
+                f"machine, where no other machine can reach it; give an address of its network, or correct /etc/hosts",
                 ClusterWarning,
             )
 

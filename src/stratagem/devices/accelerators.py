@@ -124,7 +124,7 @@ class TorchAccelerator:
         except (RuntimeError, NotImplementedError) as error:
             raise DeviceError(
                 f"torch does not tell how much memory is in use on {self.torch_type}:{index}: neither torch."
-                f"{self.torch_type} nor torch.accelerator has that for it ({str(error).splitlines()[0]})"
+                f"{self.torch_type} nor torch.accelerator reports it ({str(error).splitlines()[0]})"
             ) from error
 
     def reset_peak(self, index: int) -> None:
@@ -145,8 +145,8 @@ class TorchAccelerator:
         free_and_total = self._free_and_total(index)
         if free_and_total is None:
             raise DeviceConfigurationError(
-                f"the memory of {self.kind}:{index} cannot be taken at the start, as torch does not tell how much is "
-                f"free there; leave set_memory_growth(..., False) out"
+                f"the memory of {self.kind}:{index} cannot be reserved at the start, because torch does not tell how "
+                f"much is free there; leave set_memory_growth(..., False) out"
             )
         take_and_drop(torch.device(self.torch_type, index), free_and_total[0], limit_bytes)
 

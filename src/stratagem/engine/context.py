@@ -310,8 +310,8 @@ class ReplicaContext:
         """
         if not callable(function) or not isinstance(args, tuple | list) or not isinstance(kwargs, dict | None):
             raise StrategyError(
-                f"merge_call takes a function of the strategy, a tuple of its other arguments and a dict of those with "
-                f"names, got {function!r}, {args!r} and {kwargs!r}"
+                f"merge_call takes a function whose first argument is the strategy, a tuple of its other arguments "
+                f"and a dict of its keyword arguments, got {function!r}, {args!r} and {kwargs!r}"
             )
         counts = None if self._replica is None else self._replica.all_counts
 
@@ -381,8 +381,9 @@ def _tensor(what: str, value: Any) -> torch.Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise StrategyError(
-            f"{what} exchanges tensors, arrays and numbers, also in a nesting, got {type(value).__name__} {value!r}; "
-            f"leave it out, or make a tensor of it"
+            f"{what} exchanges tensors, arrays and numbers, also nested in lists and dicts, got "
+            f"{type(value).__name__} {value!r}; "
+            f"leave it out, or convert it to a tensor"
         ) from error
 
 

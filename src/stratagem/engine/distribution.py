@@ -198,9 +198,9 @@ class Distribution:
                 )
             if obj.requires_grad and id(obj) not in given().all:
                 raise StrategyError(
-                    f"the function uses a tensor of shape {tuple(obj.shape)} with requires_grad=True that is no "
-                    f"parameter, so that each replica would train one of its own; make it "
-                    f"torch.nn.Parameter(...) inside strategy.scope(), or give it as an argument or detached"
+                    f"the function uses a tensor of shape {tuple(obj.shape)} with requires_grad=True that is not a "
+                    f"parameter: each replica would train its own copy; make it torch.nn.Parameter(...) inside "
+                    f"strategy.scope(), or pass it as an argument, or pass tensor.detach()"
                 )
             return
         self.tracker.refuse_if_elsewhere(obj)
@@ -296,8 +296,8 @@ class Distribution:
         foreign = [each for each in self.registry.without_name(parameters) if id(each) not in new]
         if foreign and not isinstance(foreign[0], torch.nn.Parameter):
             raise StrategyError(
-                f"optimizer {type(optimizer).__name__} holds a tensor of shape {tuple(foreign[0].shape)} that is no "
-                f"parameter, so that each replica would train one of its own; make it torch.nn.Parameter(...) inside "
+                f"optimizer {type(optimizer).__name__} holds a tensor of shape {tuple(foreign[0].shape)} that is not "
+                f"a parameter: each replica would train its own copy; make it torch.nn.Parameter(...) inside "
                 f"strategy.scope()"
             )
         if foreign:

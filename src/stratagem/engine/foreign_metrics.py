@@ -51,9 +51,10 @@ def _adapt_state(metric: Any, name: str, reduction: Any) -> None:
     how = getattr(reduction, "__name__", str(reduction)).removeprefix(_PREFIX)
     if how not in _JOINED or not isinstance(metric._defaults[name], torch.Tensor):
         raise StrategyError(
-            f"{type(metric).__name__} keeps {name!r} with dist_reduce_fx={how!r}, and replicas join states that are "
-            f"tensors with {', '.join(_JOINED)}; return the rows from the step, join them with strategy.gather, and "
-            f"update a metric made outside the scope in the main program; some take thresholds=, and then keep no rows"
+            f"{type(metric).__name__} keeps {name!r} with dist_reduce_fx={how!r}; replicas can join only tensors "
+            f"with {', '.join(_JOINED)}. Return the rows from the step, join them with strategy.gather, and "
+            f"update a metric made outside the scope in the main program; some metrics take thresholds= and then "
+            f"keep no rows"
         )
     value = metric.__dict__.pop(name, None)
     if value is not None:

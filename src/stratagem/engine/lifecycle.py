@@ -112,8 +112,9 @@ class Driver(Receivers, ABC):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A block around runs that leave every replica its own gradients."""
         raise StrategyError(
-            f"no_sync() of {self._name} was entered in the main program, but each run is given to any worker, so that "
-            f"gradients of several would not come together; add up gradients inside the function of one run"
+            f"no_sync() of {self._name} was entered in the main program, but each run goes to whichever worker is "
+            f"free, so gradients of several runs would not be added up; add up gradients inside the function of one "
+            f"run"
         )
 
     def with_workers(self) -> contextlib.AbstractContextManager[None]:

@@ -257,8 +257,9 @@ class LocalReplicas(Driver):
             return
         if self._workers.size > 1 and self.closed_at is None:
             raise StrategyError(
-                f"replicas have trained alone for {self._num_alone} steps; to read {type(module).__name__} would wait "
-                f"for the other workers to bring them together; call strategy.synchronize() in every worker first"
+                f"replicas have trained alone for {self._num_alone} steps; to read {type(module).__name__}, this "
+                f"worker must first average its weights with the other workers; call strategy.synchronize() in every "
+                f"worker first"
             )
         self.agree()
 
@@ -459,7 +460,7 @@ def _place_of(tensor: torch.Tensor, registry: Registry | None, device: LogicalDe
     return device if is_variable or any(tensor is each for each in pending_parameters()) else None
 
 
-_ONE_ORDER = "workers must make their runs in one order, so make them in one thread"
+_ONE_ORDER = "all workers must call run in the same order; call it in one thread"
 
 # Of all strategies: which replica this process is, is known for the process (the backward pass has threads of its own).
 _turn = Turn()

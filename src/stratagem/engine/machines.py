@@ -159,7 +159,7 @@ class Workers:
             raise WorkerError(
                 "workers are not in the same run: "
                 + ", ".join(f"{name} in run {row[0]}" for name, row in zip(self._names, rows, strict=True))
-                + "; call run equally often in every worker"
+                + "; call run the same number of times in every worker"
             )
         by_step = list(
             zip(*(_in_rows(row[1:], size) for row, size in zip(rows, self.sizes, strict=True)), strict=False)
@@ -169,7 +169,7 @@ class Workers:
                 having = [name for name, each in zip(self._names, step, strict=True) if each[0] != _NO_COUNTS]
                 raise WorkerError(
                     f"only {', '.join(having)} began run {number + place} with a distributed batch; use "
-                    f"strategy.distribute in every worker alike"
+                    f"strategy.distribute in every worker"
                 )
         if len(changes) > 1:
             theirs = self.between.exchange("compare changes", json.dumps(told).encode())
@@ -206,15 +206,17 @@ class Workers:
             for position, (first, other) in enumerate(pairs):
                 if first != other:
                     raise WorkerError(
-                        f"{self._names[0]} and {name} have different models: part {position} is {first!r} on the one "
-                        f"and {other!r} on the other; build the same model and optimizer in every worker"
+                        f"{self._names[0]} and {name} have different models: part {position} is {first!r} on the "
+                        f"first and {other!r} on the second; build the same model and optimizer in every worker"
                     )
             if len(theirs) != len(everyones[0]):
                 raise WorkerError(
                     f"{self._names[0]} and {name} have different models: {len(everyones[0])} and {len(theirs)} "
                     f"tensors and optimizers; build the same in every worker"
                 )
-        raise StrategyError("models of workers differ, and are the same when looked at closely; report this")
+        raise StrategyError(
+            "the checksums of the workers' models differ, but the models are equal; report this as a bug of stratagem"
+        )
 
     def draw_alike(self) -> None:
         """Gives all workers the first one's random state: else they would shuffle in different orders."""
@@ -238,8 +240,8 @@ class Workers:
                 pairs = ", ".join(f"{key} {first.get(key)} and {theirs.get(key)}" for key in differing)
                 raise WorkerError(
                     f"{self._names[0]} and {name} have different data: {pairs}; every worker loads its part of the "
-                    f"same global batches, so give all the same data in the same order, or say auto_shard='off' if "
-                    f"each has its own"
+                    f"same global batches, so give all workers the same data in the same order, or write "
+                    f"auto_shard='off' if each worker has its own data"
                 )
 
     def is_any(self, has_data: bool) -> bool:
@@ -253,8 +255,8 @@ class Workers:
         tensors = as_tensors("join", value)
         if any(each.is_nested or each.layout != torch.strided for each in tensors):
             raise StrategyError(
-                "between workers dense tensors are joined, and replicas returned sparse or nested ones; return "
-                "x.to_dense(), or take those of this worker with strategy.local_results"
+                "only dense tensors can be joined between workers, but replicas returned sparse or nested ones; "
+                "return x.to_dense(), or read this worker's own with strategy.local_results"
             )
         header = [len(tensors), int(value.counts is not None)]
         if why := next(filter(None, (_dtypes.why_not_sent(each.dtype) for each in tensors)), ""):
@@ -281,7 +283,7 @@ class Workers:
     def explain(self, error: CollectiveError) -> StratagemError:
         """What is behind an error: that a connection broke is a symptom, and why is known a moment later."""
         if isinstance(error, MismatchError):
-            return WorkerError(f"workers do not do the same: {error}")
+            return WorkerError(f"workers do not make the same calls: {error}")
         is_cut_off = isinstance(error, CutOffError)  # which takes longer to notice than a loss, on a machine with time
         self._await_news(_LINGER_S + (0.0 if is_cut_off else self._membership.heartbeat_timeout_s))
         try:
@@ -290,12 +292,13 @@ class Workers:
             return lost
         if is_cut_off:
             return WorkerError(
-                f"{self._names[self.rank]} wanted to {self._doing}, but {error}; all must reach each other"
+                f"{self._names[self.rank]} wanted to {self._doing}, but {error}; each worker must be able to reach "
+                f"every other"
             )
         others = ", ".join(name for rank, name in enumerate(self._names) if rank != self.rank)
         return WorkerError(
             f"{self._names[self.rank]} wanted to {self._doing}, but not all of {others} take part any more: one has "
-            f"closed its strategy; do the same in every worker ({error})"
+            f"closed its strategy; make the same calls in every worker ({error})"
         )
 
     def _await_news(self, timeout_s: float) -> None:
@@ -323,14 +326,15 @@ class Workers:
             if waited_s > self._stall_timeout_s:
                 raise WorkerStalledError(
                     f"{self._names[self.rank]} has waited {waited_s:.0f} s to {self._doing}: not all of "
-                    f"{', '.join(others)} have come, though they live; do the same in every worker, or raise "
+                    f"{', '.join(others)} have come, although their processes are alive; make the same calls in "
+                    f"every worker, or raise "
                     f"worker_timeout_s"
                 )
         except Exception as error:
             raise self.fatal(error) from None
         if waited_s - self._reminded_s > _REMIND_S:
             self._reminded_s = waited_s
-            warn_caller(f"waiting for {', '.join(others)} to {self._doing}, {waited_s:.0f} s by now", StratagemWarning)
+            warn_caller(f"waiting for {', '.join(others)} to {self._doing}, {waited_s:.0f} s so far", StratagemWarning)
 
 
 def _packed(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

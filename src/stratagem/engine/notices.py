@@ -91,7 +91,7 @@ class Stragglers:
             warn_caller(
                 f"replica {slowest} is the slowest: it computes {busy_s[slowest] / max(others_s, 1e-9):.1f} times as "
                 f"long as the others, which wait for it in every run; look for other programs on its cores, or for "
-                f"work that only it has",
+                f"work that only this replica does",
                 StratagemWarning,
             )
 
@@ -109,8 +109,9 @@ def about_tokens(losses: Sequence[torch.Tensor], num_looks: int) -> int:
     for _ in range(_DEPTH):
         if any(_leaves_targets_out(node) for node in nodes):
             warn_caller(
-                "a cross-entropy leaves out targets (ignore_index), so that it is a mean over those that are left, and "
-                "replicas count by their rows: the result differs from one device. Before backward() call "
+                "a cross-entropy leaves out targets (ignore_index) and is the mean over the other targets, but "
+                "replicas are weighted by their number of rows: the result differs from one device. Before "
+                "backward() call "
                 "sg.get_replica_context().weight((targets != ignore_index).sum())",
                 StratagemWarning,
             )

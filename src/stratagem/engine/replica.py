@@ -210,8 +210,8 @@ class Replica:
                 if closure is not None:
                     if self.recipe.by_servers:
                         raise StrategyError(
-                            "parameter servers update once in a step, and a closure may be called often; call "
-                            "optimizer.step() without one, or have one device in each worker task"
+                            "parameter servers update once in a step, but an optimizer may call a closure several "
+                            "times; call optimizer.step() without a closure, or use one device in each worker task"
                         )
                     if isinstance(own.state, StateElsewhere):
                         own.state = collections.defaultdict(dict)  # with a closure every replica has its own

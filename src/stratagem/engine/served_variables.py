@@ -60,11 +60,14 @@ class ServedVariables:
         self._optimizers = [each for each in made if isinstance(each, torch.optim.Optimizer)]
         if not self._parameters or not (self._optimizers or self._keras):
             raise StrategyError(
-                "parameter servers keep what a model and its optimizer made in the scope have; make both inside "
+                "parameter servers keep the variables of a model and an optimizer that were made in the scope; make "
+                "both inside "
                 "`with strategy.scope():`, before the first run"
             )
         if self._optimizers and self._keras:
-            raise StrategyError("parameter servers keep a model of Keras or of torch; make one of them in the scope")
+            raise StrategyError(
+                "parameter servers train a Keras model or a torch model, not both; make only one of them in the scope"
+            )
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         for optimizer in self._optimizers:
             _require_known(optimizer, self._names)
@@ -105,8 +108,9 @@ class ServedVariables:
         self._is_synchronous = pacing.consistency.shares_steps
         if len(specs) > 1 and self._is_synchronous and not pacing.consistency.needs_all(len(pacing.members)):
             raise StrategyError(
-                "a worker that has missed a step would push for another optimizer than the rest; have one optimizer "
-                "with Synchronous(backup_workers=...), and a group for each kind of parameter"
+                "with Synchronous(backup_workers=...) a worker that has missed a step would push to another "
+                "optimizer than the other workers; use one optimizer, with a parameter group for each kind of "
+                "parameter"
             )
         values = None
         if is_chief:
@@ -137,8 +141,8 @@ class ServedVariables:
         new = [each for each in made if isinstance(each, torch.optim.Optimizer)] + keras.optimizers_in(made)
         if any(all(each is not other for other in known) for each in new):
             raise StrategyError(
-                "parameter servers keep the variables that all tasks had at the first run, and another optimizer was "
-                "made since; train one model, compiled once, in each program"
+                "parameter servers keep the variables that all tasks had at the first run, but another optimizer was "
+                "made after it; train one model, compiled once, in each program"
             )
 
     def pull(self) -> None:
@@ -203,7 +207,10 @@ class ServedVariables:
         """
         own = dict(_named(made))
         if own.keys() != state.values.keys():
-            raise ParameterError(f"the state has the variables {sorted(state.values)}, the model {sorted(own)}")
+            raise ParameterError(
+                f"the state has the variables {sorted(state.values)}, but the model has "
+                f"{sorted(own)}; load the state of the same model"
+            )
         for name, parameter in own.items():
             parameter.copy_(state.values[name])
 
@@ -232,8 +239,8 @@ class ServedVariables:
         """Refuses what only a task with one device can have: rows are fetched, and Keras updates, in one process."""
         if self._keras or self._sparse:
             raise StrategyError(
-                f"{'optimizers of Keras' if self._keras else 'sparse embeddings'} go with one device in each worker "
-                f"task of a cluster; start a worker for each device, or choose one with devices=[...]"
+                f"{'Keras optimizers' if self._keras else 'sparse embeddings'} need exactly one device in each "
+                f"worker task of a cluster; start a worker for each device, or choose one device with devices=[...]"
             )
 
     def _push_gradients(self, number: int, optimizer: torch.optim.Optimizer) -> None:
@@ -264,7 +271,7 @@ class ServedVariables:
         if bad is None:
             self._nonfinite.judge((), updated=True, run_number=self.num_pushes)
         elif bad.verdict is Verdict.FENCED:
-            raise TaskLostError(f"the parameter servers no longer take what this task sends: {bad.reason}")
+            raise TaskLostError(f"the parameter servers no longer accept pushes of this task: {bad.reason}")
         elif bad.verdict is Verdict.STALE:
             self.num_dropped += 1
         else:
@@ -273,8 +280,8 @@ class ServedVariables:
 
 def _refuse_to_load(*_: Any) -> None:
     raise StrategyError(
-        "load_state_dict() comes before the first run, or when the strategy is closed: in between the values are those "
-        "of the parameter servers. Start all tasks again to go back"
+        "call load_state_dict() before the first run, or after the strategy is closed: in between, the parameter "
+        "servers have the values. To go back to an earlier state, start all tasks again"
     )
 
 

@@ -49,9 +49,9 @@ class Draw:
         if any(_version(each) != version for each, version in self.versions):
             file, line = self.made_at
             raise GraphError(
-                f"what {recording_rules.type_name(self.function)} gave at {file}:{line} holds random numbers, which a "
-                f"graph draws in each run, and it was made of a tensor that was changed in place since; make that "
-                f"change with a function that returns its result"
+                f"the result of {recording_rules.type_name(self.function)} at {file}:{line} holds random numbers, "
+                f"which a graph draws in each run, but the tensor that it was computed from was changed in place "
+                f"later; replace that change by a function that returns its result"
             )
 
 

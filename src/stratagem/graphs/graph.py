@@ -37,13 +37,14 @@ _META = torch.device("meta")
 class Graph(StaysHere):
     """Records torch operations without running them; a `Session` runs them.
 
-    In the block, every torch operation on tensors of the graph is recorded with the device that the `sg.device` scopes
-    around it ask for, gradients and in-place changes included. Shapes and types are known at once. Parameters of
+    In the block, every torch operation on tensors of the graph is recorded, gradients and in-place changes included,
+    with the device that the `sg.device` scopes around it ask for. Shapes and types are known at once. Parameters of
     modules, and tensors that are changed in place, become variables; other tensors become constants. An operation
-    without tensors of the graph is computed at once, on the device of the scopes around it. Random numbers that
-    are made in the block (`torch.rand(2)`, and what is computed of it) are values for the program, to be fed or put
-    into a weight; where the graph uses them, or they are fetched, they are drawn anew in each run, from torch's
-    generator of that time (`torch.manual_seed`). `sg.constant(torch.rand(2))`, weights and buffers keep theirs.
+    without tensors of the graph is computed at once, on the device of the scopes around it.
+
+    Random numbers that are made in the block (`torch.rand(2)`, and results computed from it) have a value that the
+    program can feed or write into a weight. Where the graph uses or fetches them, each run draws new numbers from
+    torch's generator (`torch.manual_seed`). `sg.constant(torch.rand(2))`, weights and buffers keep their values.
     Gradients that `backward()` puts into parameters are there until the block ends.
 
     Example:
@@ -70,11 +71,11 @@ class Graph(StaysHere):
 
     @property
     def updates(self) -> tuple[GraphTensor, ...]:
-        """The last change of each variable that an in-place operation or an optimizer has recorded; to be fetched."""
+        """The last change of each variable by an in-place operation or an optimizer; a run that fetches it makes it."""
         return tuple(self.recorder.tensor(node) for node in self.recorder.assignments.values())
 
     def get_tensor_by_name(self, name: str) -> GraphTensor:
-        """A tensor by its name, `MatMul:0` or just `MatMul`."""
+        """Returns a tensor by its name, `MatMul:0` or just `MatMul`."""
         output = self.output_by_name(name)
         return self.recorder.tensor(output.node, output.slot)
 
@@ -87,7 +88,7 @@ class Graph(StaysHere):
         raise GraphError(f"there is no {name!r} in the graph{_nearest(operation, self.recorder.nodes)}")
 
     def as_default(self) -> Self:
-        """The graph itself: `with graph.as_default():`, as TensorFlow writes it, is `with graph:`."""
+        """Returns the graph itself, so that TensorFlow's `with graph.as_default():` means `with graph:`."""
         return self
 
     def __enter__(self) -> Self:
@@ -185,8 +186,8 @@ def constant(
         name: By default `Const`, `Const_1`, ...
 
     Raises:
-        GraphTypeError: The value is no tensor and cannot become one.
-        GraphError: The value has not as many elements as the shape.
+        GraphTypeError: The value is not a tensor and cannot become one.
+        GraphError: The value and the shape have different numbers of elements.
     Example:
         >>> with Graph():
         ...     constant([1.0, 2.0])
@@ -218,20 +219,20 @@ def get_variable(
 ) -> GraphTensor:
     """Returns a variable: a tensor that keeps its value between runs of a session; in-place operations change it.
 
-    On a cluster it is kept in the task that it is placed on, and all sessions share it that have a variable of the same
-    name there (`sg.container`): the first gives it its first value.
+    On a cluster the variable lives in the task that it is placed on. Sessions share variables that have the same name
+    there (`sg.container`); the first session gives the variable its first value.
 
     Args:
         name: Its name, which no other variable of the graph has.
         shape: Its shape; may be left out where the initializer is a value.
         dtype: Its type; by default that of the value, or `torch.float32`.
-        initializer: A function of `torch.nn.init` or one like it, which fills a tensor; or a value. By default
-            `torch.nn.init.xavier_uniform_`, and zeros where there is one dimension or none.
-        trainable: Whether it has gradients, if it is of floating point.
+        initializer: A function that fills a tensor, such as those of `torch.nn.init`; or a value. By default
+            `torch.nn.init.xavier_uniform_`, and zeros for variables with one dimension or none.
+        trainable: Whether a floating-point variable has gradients.
 
     Raises:
         GraphError: The graph has a variable of that name.
-        GraphTypeError: Something is not of the type that it must be.
+        GraphTypeError: An argument has a wrong type.
     Example:
         >>> with Graph():
         ...     get_variable("weight", [2, 3], initializer=torch.nn.init.ones_)
@@ -289,7 +290,7 @@ def assign(variable: GraphTensor, value: GraphTensor | torch.Tensor | float) -> 
     """Gives a variable a new value when a session runs it; returns that value.
 
     Raises:
-        GraphError: The first argument is no variable, or the value does not fit.
+        GraphError: The first argument is not a variable, or the value does not fit.
     Example:
         >>> import stratagem as sg
         >>> with Graph() as graph:
@@ -355,7 +356,7 @@ class _AddN(torch.autograd.Function):
 @final
 @dataclasses.dataclass(frozen=True)
 class VariablesInitializer:
-    """To be run by a session: gives variables their first values."""
+    """An operation that gives variables their first values when a session runs it."""
 
     graph: Graph
     variables: tuple[Node, ...]

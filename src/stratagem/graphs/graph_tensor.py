@@ -63,7 +63,7 @@ class Cell:
 
 
 class GraphTensor(torch.Tensor):
-    """A tensor of a graph: what `sg.placeholder` and its kin return, and every operation on these."""
+    """A tensor of a graph: the result of `sg.placeholder` and the like, and of every operation on such tensors."""
 
     recorder: Recorder
     cell: Cell

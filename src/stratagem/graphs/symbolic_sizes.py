@@ -102,8 +102,9 @@ class UnknownSizes:
         except FeedError as error:
             names = ", ".join(self._names.values())
             raise GraphError(
-                f"{node.type} needs the number of an unknown size ({names}), as it would be another operation for "
-                f"each. Give the placeholder that size, or use operations that take any; for an example: {error}"
+                f"{node.type} needs the number of an unknown size ({names}), because it would be another operation "
+                f"for each number. Give the placeholder that size, or use operations that work for any size. An "
+                f"example of the difference: {error}"
             ) from None
 
     # When the numbers are there
@@ -122,7 +123,7 @@ class UnknownSizes:
                     if number != value.shape[index]:
                         raise FeedError(
                             f"{output.node.name!r} was fed shape {tuple(value.shape)}, whose size {index} must be "
-                            f"{number}, as that of what was fed with it"
+                            f"{number}, as in the other tensors that were fed"
                         )
         numbers = Numbers(self, found)
         for output, value in feeds.items():

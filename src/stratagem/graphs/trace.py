@@ -20,7 +20,7 @@ from stratagem.graphs.trace_optimizers import recordable_optimizers
 @final
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """The form of a tensor that a function is traced for, in place of an example.
+    """Shape and type of a tensor; stands for an example in `sg.trace`.
 
     Args:
         shape: Its shape; a size that is `None` may be another one in each run.
@@ -43,13 +43,13 @@ class TensorSpec:
 @final
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Traced:
-    """A function as a graph; to be fetched: `session.run(traced, traced.feed(x, y))`.
+    """A function that was recorded as a graph; run it with `session.run(traced, traced.feed(x, y))`.
 
     Attributes:
-        graph: What it does.
+        graph: The recorded operations.
         inputs: A placeholder for each tensor among its arguments.
         outputs: What it returns, with tensors of the graph.
-        updates: The changes of the program's tensors that it makes; fetching it makes them too.
+        updates: The changes that it makes to tensors of the program; running it makes them.
     """
 
     graph: Graph
@@ -58,7 +58,7 @@ class Traced:
     updates: tuple[GraphTensor, ...]
 
     def feed(self, *args: Any) -> dict[torch.Tensor, Any]:
-        """What to feed for arguments like those that it was traced with."""
+        """Returns the `feed_dict` for new arguments, of the same structure as those in `sg.trace`."""
         tensors = [each for each in _tree.leaves(args) if isinstance(each, torch.Tensor)]
         if len(tensors) != len(self.inputs):
             raise GraphError(f"the function was traced with {len(self.inputs)} tensors, got {len(tensors)}")
@@ -73,7 +73,7 @@ def trace(function: Callable[..., Any], *examples: Any) -> Traced:
 
     Nothing is computed. Tensors that exist already, such as the parameters of a model and the state of an optimizer,
     are variables: a session reads them when it runs, and changes them when the run has succeeded. Arguments that are
-    no tensors, and what the function does in Python, stay as they were during the recording.
+    not tensors, and everything that the function does in Python, stay as they were during the recording.
 
     Args:
         function: What to record; it must not depend on the values of tensors.

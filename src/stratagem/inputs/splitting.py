@@ -77,7 +77,7 @@ class Evenness:
         if not self._logged and not all(sizes):
             self._logged = True
             _log.info(
-                "%s has %d examples for %d replicas: %d of them get a copy of an example, which counts for nothing",
+                "%s has %d examples for %d replicas: %d of them get a copy of an example, which does not count",
                 what,
                 sum(sizes),
                 len(sizes),

@@ -33,7 +33,7 @@ def _sum(parts: Sequence[tuple[Any, float]]) -> Any:
     first: torch.Tensor | Rows = parts[0][0]
     rows = [(value, weight) for value, weight in parts if isinstance(value, Rows)]
     if rows and len(rows) < len(parts):
-        raise ParameterError("of one variable came a whole gradient and rows")
+        raise ParameterError("a dense gradient and a sparse one (rows) came for the same variable")
     if not isinstance(first, Rows):
         total = first * parts[0][1]
         for value, weight in parts[1:]:

@@ -169,17 +169,19 @@ class Shard:
 
     def _require_whole(self) -> None:
         if self._broken:
-            raise ParameterError(f"{self._broken}: what this shard has is no state of the model; load a checkpoint")
+            raise ParameterError(
+                f"{self._broken}: the values of this shard are no longer one state of the model; load a checkpoint"
+            )
 
     def _judge(self, push: Push) -> PushOutcome | None:
         """Why a push is not applied; `None` if it is. Changes nothing."""
         incarnation, last = self._lives.get(push.worker, (0, 0))
         if push.incarnation != incarnation or not incarnation:
-            reason = f"worker {push.worker} is in life {incarnation}, the push is of {push.incarnation}"
+            reason = f"worker {push.worker} has incarnation {incarnation}, but the push has {push.incarnation}"
             return PushOutcome(Verdict.FENCED, self.version, reason=reason)
         if push.number <= last:
             return PushOutcome(
-                Verdict.DUPLICATE, self.version, reason=f"push {push.number} came before, {last} was last"
+                Verdict.DUPLICATE, self.version, reason=f"push {push.number} has come before; the last one was {last}"
             )
         reason = self._why_refused(push, last)
         return PushOutcome(Verdict.REFUSED, self.version, reason=reason) if reason else None
@@ -251,9 +253,12 @@ class _Applier:
                     f"optimizer updates. Train it in float32, or assign its values"
                 )
             if isinstance(gradient, Rows) and self._kind not in _TAKES_ROWS:
-                return f"{self._kind.__name__} does not take rows, as came for {name!r}; use SGD, Adagrad or SparseAdam"
+                return (
+                    f"{self._kind.__name__} does not take sparse gradients (rows), but one came for {name!r}; "
+                    f"use SGD, Adagrad or SparseAdam"
+                )
             if not isinstance(gradient, Rows) and self._kind is torch.optim.SparseAdam:
-                return f"SparseAdam takes rows only, for {name!r} came a whole gradient"
+                return f"SparseAdam takes sparse gradients (rows) only, but a dense one came for {name!r}"
         if options is None:
             return ""
         groups = self._optimizer.param_groups
@@ -264,7 +269,7 @@ class _Applier:
                 if key == "params" or key not in group:
                     return f"no option {key!r} of {self._kind.__name__}"
                 if not _is_alike(value, group[key]):
-                    return f"option {key}={value!r} is not like {group[key]!r}, which it was"
+                    return f"option {key}={value!r} is not of the same kind as its value before, {group[key]!r}"
         return ""
 
     def set(self, options: Sequence[Mapping[str, Plain]]) -> None:
@@ -354,7 +359,7 @@ def _why_wrong_rows(name: str, rows: Rows, piece: Piece) -> str:
         return f"{name!r} has no rows"
     reason = _why_no_rows(name, rows.indices, piece.shape[0])
     if not reason and len(rows.indices) > 1 and not bool((rows.indices.diff() > 0).all()):
-        return f"the rows of {name!r} must rise, none twice"
+        return f"the row indices of {name!r} must be in rising order, each only once"
     return reason
 
 

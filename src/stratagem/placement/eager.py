@@ -261,7 +261,7 @@ class Placing(TorchFunctionMode):
                 f"scope, or in sg.device(None)"
             )
         resolution.tell_once(
-            f"{name!r} changes a tensor in place, so that it runs on {place.device.name}, where that is, and not on "
+            f"{name!r} changes a tensor in place, so it runs on {place.device.name}, where the tensor is, and not on "
             f"{asked.device.name} (soft placement)"
         )
 

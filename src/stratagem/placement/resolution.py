@@ -95,7 +95,7 @@ def refusal_of_kernel(operation: str, device: LogicalDevice) -> str:
     """Why an operation cannot run on a device that has no kernel for it."""
     return (
         f"{operation} was placed on {device.name}, which has no kernel for it. Place it on '/cpu:0', or call "
-        f"{_SETTING} to have that done wherever it is needed"
+        f"{_SETTING} to let such operations run there by themselves"
     )
 
 

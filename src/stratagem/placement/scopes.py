@@ -147,8 +147,8 @@ class DeviceScope:
             raise DeviceTypeError(f"sg.device(...) decorates a function, got {function!r}")
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
             raise DeviceTypeError(
-                f"sg.device(...) decorates plain functions, {function.__qualname__!r} runs in pieces; write "
-                f"`with sg.device(...):` inside it, in a generator around code that does not yield"
+                f"sg.device(...) decorates plain functions, but {function.__qualname__!r} is a generator or a "
+                f"coroutine; write `with sg.device(...):` inside it, in a generator around code that does not yield"
             )
 
         @functools.wraps(function)

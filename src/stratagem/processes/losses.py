@@ -84,8 +84,8 @@ class Losses:
 
 
 TORN = (
-    "it happened while parameters were being updated: some of them, and of the optimizer's state, may be those after "
-    "this step and the others those before it; load the last checkpoint"
+    "it happened while parameters were being updated: some parameters and parts of the optimizer's state may be from "
+    "after this step, others from before it; load the last checkpoint"
 )
 
 
@@ -145,7 +145,7 @@ def stalled_together(named: Sequence[str], stall_timeout_s: float, run_number: i
 
 def stalled(stall_timeout_s: float) -> str:
     """Of a member that did not answer its own call."""
-    return f"did not answer for {stall_timeout_s:.1f} s; raise stall_timeout_s if it must"
+    return f"did not answer for {stall_timeout_s:.1f} s; raise stall_timeout_s if it needs more time"
 
 
 def stopped(waited_s: float) -> str:

@@ -273,7 +273,7 @@ class ExponentialMovingAverage(torch.nn.Module):
         rest = state.get(prefix + _UNFILLED, torch.ones(len(named))).tolist()
         if len(rest) != len(named):
             hint = "" if named else "; call track(model) before load_state_dict"
-            errors.append(f"the state is that of {len(rest)} averages, here are {len(named)}{hint}")
+            errors.append(f"the state has {len(rest)} averages, but there are {len(named)} here{hint}")
             return
         for (_, (group, index)), unfilled in zip(sorted(named.items()), rest, strict=True):
             group.unfilled[index] = unfilled

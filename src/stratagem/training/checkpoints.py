@@ -258,7 +258,7 @@ class _Writer:
             return {"dict": [[key, self.encode(each, f"{where}/{key}")] for key, each in value.items()]}
         raise CheckpointError(
             f"a checkpoint keeps tensors, numbers, strings, None, lists, tuples and dicts, got "
-            f"{type(value).__name__} {value!r} as {where}; keep what it is made of, or make it anew when resuming"
+            f"{type(value).__name__} {value!r} as {where}; keep its parts, or make it again when resuming"
         )
 
     def _keep(self, tensor: torch.Tensor, where: str) -> str:

@@ -39,11 +39,12 @@ def part_of_weight(weight: Any, replica: ReplicaContext) -> Any:
 
 
 class Metric(torch.nn.Module, ABC):
-    """Something that is measured over many steps, on whatever strategy.
+    """A value that is measured over many steps, under any strategy.
 
     Make it in a scope, update it in the function of `run`, and read it in the main program. Inside a step, `result()`
-    knows what all replicas did in earlier steps and what this one did in this step. Steps of asynchronous workers are
-    waited for. A metric is a module: as a part of a model it is saved with it, and `state_dict()` has its state.
+    covers the earlier steps of all replicas and the current step of this replica. In the main program it waits for the
+    steps of asynchronous workers. A metric is a module: a model saves it as one of its parts, and `state_dict()`
+    has its state.
 
     Args:
         name: What to call it in logs.
@@ -71,13 +72,13 @@ class Metric(torch.nn.Module, ABC):
         self._defaults = {}
 
     def add_state(self, name: str, default: float, how: str = "sum", shape: tuple[int, ...] = ()) -> None:
-        """Adds something to remember, as a buffer of float64.
+        """Adds a part of the state, as a buffer of float64.
 
         Args:
-            name: Of the attribute.
-            default: What it begins with.
+            name: The name of the attribute.
+            default: Its value at the start and after `reset_state()`.
             how: How the values of replicas become one after each step, as in `sg.aggregate`.
-            shape: Of the tensor.
+            shape: The shape of the tensor.
         """
         super().register_buffer(name, torch.full(shape, default, dtype=torch.float64))
         aggregate(self, name, how)
@@ -89,8 +90,8 @@ class Metric(torch.nn.Module, ABC):
             super().register_buffer(name, tensor, persistent)
             return
         raise StrategyError(
-            f"{type(self).__name__} keeps {name!r} in a buffer, and nobody knows how those of replicas become one; "
-            f"write self.add_state({name!r}, 0.0, 'sum')"
+            f"{type(self).__name__} keeps {name!r} in a buffer, but does not say how the values of replicas are "
+            f"joined; write self.add_state({name!r}, 0.0, 'sum')"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -100,30 +101,31 @@ class Metric(torch.nn.Module, ABC):
         )
         if is_kept and name != "training" and name not in self._buffers:
             raise StrategyError(
-                f"{type(self).__name__} sets {name!r} in a step, and only this replica would know; declare it in "
+                f"{type(self).__name__} sets {name!r} in a step, but only this replica would have that value; "
+                f"declare it in "
                 f"__init__: self.add_state({name!r}, 0.0, 'sum')"
             )
         super().__setattr__(name, value)
 
     @abstractmethod
     def update_state(self, *args: Any, **kwargs: Any) -> None:
-        """Takes what a replica has of a batch."""
+        """Updates the state with this replica's part of a batch."""
 
     @abstractmethod
     def compute(self) -> torch.Tensor:
-        """The value of the state as it is."""
+        """Computes the result from the current state."""
 
     def result(self) -> torch.Tensor:
-        """The value for all that was measured, on all replicas, since the last `reset_state()`."""
+        """Returns the value over all updates, on all replicas, since the last `reset_state()`."""
         context.before_read(self)
         return self.compute()
 
     @torch.no_grad()
     def reset_state(self) -> None:
-        """Begins anew, in all replicas.
+        """Sets the state back to its start, in all replicas.
 
         Raises:
-            StrategyError: It was called inside a step, whose replicas each know a part only.
+            StrategyError: It was called inside a step, where each replica has only its own part.
         """
         context.require_controller(f"{type(self).__name__}.reset_state()")
         context.before_read(self)
@@ -131,7 +133,7 @@ class Metric(torch.nn.Module, ABC):
             self.get_buffer(name).fill_(default)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Updates the metric; returns its result."""
+        """Updates the metric and returns its result."""
         self.update_state(*args, **kwargs)
         return self.result()
 
@@ -178,16 +180,16 @@ class Mean(_Weighted):
     """
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        """Takes numbers of rows, each of which counts; or one number for all rows, which counts once.
+        """Adds one number for each row, or one number for all rows, which counts once.
 
         Args:
             values: The numbers.
-            sample_weight: How much each of them counts, or each row.
+            sample_weight: A weight for each number, or for each row.
         """
         self._add(values, sample_weight)
 
     def compute(self) -> torch.Tensor:
-        """The mean; 0 if there is nothing."""
+        """Returns the mean, or 0 before the first update."""
         return self._mean()
 
 
@@ -195,7 +197,7 @@ class Mean(_Weighted):
 class Sum(_Weighted):
     """The sum of numbers.
 
-    One number in a step is what the rows of its replica add to the sum: a count of words, the sum of their losses.
+    One number in a step counts for all rows of its replica: the number of words, or the sum of their losses.
 
     Args:
         name: What to call it in logs.
@@ -207,11 +209,11 @@ class Sum(_Weighted):
     """
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        """Takes numbers of rows, or one number for the rows of this replica.
+        """Adds one number for each row, or one number for all rows of this replica.
 
         Args:
             values: The numbers.
-            sample_weight: By which each of them is multiplied, or each row.
+            sample_weight: A factor for each number, or for each row.
         """
         self._add(values, sample_weight)
 
@@ -248,13 +250,13 @@ class _MeanOf(_Weighted):
         """A number for each row, or for each element."""
 
     def compute(self) -> torch.Tensor:
-        """The mean; 0 if there is nothing."""
+        """Returns the mean, or 0 before the first update."""
         return self._mean()
 
 
 @final
 class Accuracy(_MeanOf):
-    """How often labels are equal to those predicted.
+    """How often the predicted label equals the true label.
 
     Example:
         >>> accuracy = Accuracy()
@@ -273,7 +275,7 @@ class BinaryAccuracy(_MeanOf):
 
     Args:
         name: What to call it in logs.
-        threshold: The largest probability of a 0.
+        threshold: Probabilities above it count as 1, the others as 0.
     """
 
     def __init__(self, name: str | None = None, threshold: float = 0.5) -> None:
@@ -286,7 +288,7 @@ class BinaryAccuracy(_MeanOf):
 
 @final
 class CategoricalAccuracy(_MeanOf):
-    """How often the largest of the predictions is where the largest of the targets is (one-hot labels)."""
+    """How often the largest prediction has the index of the largest target (one-hot labels)."""
 
     def _of_rows(self, y_true: torch.Tensor, y_pred: torch.Tensor) -> torch.Tensor:
         return _matching(y_true, y_pred).argmax(-1) == y_pred.argmax(-1)
@@ -294,7 +296,7 @@ class CategoricalAccuracy(_MeanOf):
 
 @final
 class SparseCategoricalAccuracy(_MeanOf):
-    """How often the largest of the predictions is that of the label.
+    """How often the largest prediction has the index of the label.
 
     Example:
         >>> accuracy = SparseCategoricalAccuracy()
@@ -339,7 +341,7 @@ class RootMeanSquaredError(_MeanOf):
         return _difference(y_true, y_pred).square()
 
     def compute(self) -> torch.Tensor:
-        """The root; 0 if there is nothing."""
+        """Returns the root, or 0 before the first update."""
         return self._mean().sqrt()
 
 
@@ -359,7 +361,7 @@ def _matching(y_true: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Targets of the shape of predictions; `(n, 1)` and `(n,)` are the same rows, not a table of all pairs."""
     if [each for each in y_true.shape if each != 1] != [each for each in like.shape if each != 1]:
         raise StrategyError(
-            f"y_true and y_pred, in this order, are of the same rows, got shapes {tuple(y_true.shape)} and "
+            f"y_true and y_pred, in this order, must have the same rows, got shapes {tuple(y_true.shape)} and "
             f"{tuple(like.shape)}"
         )
     return y_true.reshape(like.shape)

@@ -86,10 +86,7 @@ def difference(number: int, names: Sequence[str], everyones: Sequence[Told]) -> 
     shown = ", ".join(differing[:_MAX_NAMED]) + (f" and {len(differing) - _MAX_NAMED} more" * (len(differing) > 3))
     havers = [name for name, told in zip(names, everyones, strict=True) if any(label in told for label in differing)]
     who = f"only {', '.join(havers)}" if len(havers) < len(names) else "workers differently"
-    return (
-        f"before run {number} {who} changed {shown}; what a program loads or sets between two runs it must load or "
-        f"set in every worker alike"
-    )
+    return f"before run {number} {who} changed {shown}; load or set the same values in every worker between two runs"
 
 
 def _text(values: Any) -> str:

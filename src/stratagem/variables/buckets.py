@@ -186,7 +186,7 @@ class Buckets:
             if len(set(column)) > 1:
                 raise StrategyError(
                     f"requires_grad of {known.label!r} is {bool(column[0])} on replica 0 and {not column[0]} on "
-                    f"replica {column.index(1 - column[0])}; change it in every replica alike"
+                    f"replica {column.index(1 - column[0])}; change it in the same way in every replica"
                 )
         chosen = {name: each for (name, each), wants in zip(self._known.items(), wanted, strict=True) if wants}
         for name, known in self._known.items():

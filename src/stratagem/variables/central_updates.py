@@ -25,7 +25,8 @@ from stratagem.variables.optimizer_slices import (
 from stratagem.variables.participant import Updating
 
 _WORDS = (
-    "replica 0 updates for all and alone has the state of this {}; a step may replace it but not read it: read and "
+    "replica 0 makes the update for all replicas, and only it has the state of this {}; a step may replace it but "
+    "not read it: read and "
     "change optimizer.state between two runs"
 )
 
@@ -37,8 +38,8 @@ def refuse_inside_another(optimizer: torch.optim.Optimizer) -> None:
     """Refuses the step of an optimizer inside that of one that replica 0 runs for all: the others do not come there."""
     if _under_way:
         raise StrategyError(
-            f"{_under_way[-1]}.step() calls {type(optimizer).__name__}.step(), and variables that are kept once are "
-            f"updated by replica 0 alone, where the other replicas do not come; use MirroredStrategy"
+            f"{_under_way[-1]}.step() calls {type(optimizer).__name__}.step(), but only replica 0 updates variables "
+            f"that are kept once, and the other replicas never make that call; use MirroredStrategy"
         )
 
 

@@ -257,7 +257,7 @@ class SharedCopies(Copies):
                 label = written.label_at(store, int(differs.nonzero()[0]))
                 raise DriftError(
                     f"workers wrote different values to {label!r} in one step, worker {machine} the first of them; "
-                    f"write the same in all (what gradients or all_reduce give)"
+                    f"write the same values in all workers (from gradients or all_reduce)"
                 )
             store.shared.copy_(theirs)
 

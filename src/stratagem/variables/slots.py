@@ -83,7 +83,7 @@ class Part:
             if value is None or torch.as_tensor(value).numel() != torch.Size(shape).numel():
                 found = "nothing" if value is None else f"a value of shape {tuple(torch.as_tensor(value).shape)}"
                 raise StrategyError(
-                    f"the state that a step gives a {kind} must have all that it has: {cell.key!r} of "
+                    f"a new state that a step gives a {kind} must have all parts of the old one: {cell.key!r} of "
                     f"{self.placement.label!r} is of shape {shape}, got {found}; give it whole, or clear it"
                 )
 

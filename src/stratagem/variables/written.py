@@ -102,5 +102,6 @@ def _merge(stores: Sequence[Store], changed: Sequence[Changed], replica: Partici
         if number != _NONE:
             raise DriftError(
                 f"replicas {before} and {other} wrote different values to {label_at(stores[number], element)!r} in one "
-                f"step; write the same in all (what gradients or all_reduce give), or to different elements"
+                f"step; write the same values in all replicas (from gradients or all_reduce), or write to different "
+                f"elements"
             )

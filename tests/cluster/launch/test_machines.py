@@ -53,7 +53,7 @@ def test_task_of_another_machine_cannot_take_this_ones_address(
     tasks[1].send(f"begin({cluster_on(three_machines)!r}, 'worker', 0)")
     name, message = tasks[1].error()
     assert name == "AddressError"
-    assert message.startswith("worker/0 cannot listen at 10.77.0.1:2222: that is no address of this machine")
+    assert message.startswith("worker/0 cannot listen at 10.77.0.1:2222: that is not an address of this machine")
 
 
 def test_short_cut_is_survived(tasks: list[TaskProcess], three_machines: list[Machine]) -> None:

@@ -104,7 +104,7 @@ def test_machines_together_make_one_cluster(program: UserProgram, monkeypatch: p
     ("jobs", "words"),
     [
         ([{"worker": ["a:1"], "evaluator": [""]}, {"evaluator": [""]}], "one evaluator at most"),
-        ([{"ps": ["a:1"]}, {"ps": ["b:1"]}], "nobody would train"),
+        ([{"ps": ["a:1"]}, {"ps": ["b:1"]}], "no task would train"),
         ([{"worker": ["a:1"]}, {"worker": ["a:1"]}], "address a:1 is given for worker/0 and worker/1"),
     ],
 )

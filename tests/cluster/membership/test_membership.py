@@ -311,7 +311,11 @@ def test_killed_task_is_named_to_all_others(three: list[TaskProcess]) -> None:
     three[1].kill()
     for losses in lost_by([three[0], three[2]]):
         assert losses == [
-            ["worker/1", three[1].pid, "it closed the connection without taking its leave; its process has ended"]
+            [
+                "worker/1",
+                three[1].pid,
+                "it closed the connection without leaving the cluster first; its process has ended",
+            ]
         ]
     three[2].send("m().raise_if_lost()")
     name, message = three[2].error()
@@ -584,16 +588,16 @@ def test_store_refuses_what_it_cannot_keep(alone: Membership) -> None:
     with pytest.raises(ClusterError, match="a key has at most 1024 characters, got 1025"):
         alone.set("k" * 1025, b"")
     alone.set("a", b"text")
-    with pytest.raises(ClusterError, match="the value of 'a' is no number"):
+    with pytest.raises(ClusterError, match="the value of 'a' is not a number"):
         alone.add("a", 1)
     alone.set("a", b"x" * 65536)
     with pytest.raises(ClusterError, match="would grow beyond 65536 bytes"):
         alone.append("a", b"x")
     with pytest.raises(ClusterError, match="too large for one message"):
         alone.get_many(["a"] * 9)
-    with pytest.raises(ClusterTimeoutError, match=r"nobody has set 'b' within 0.2 s, for which worker/0 asked"):
+    with pytest.raises(ClusterTimeoutError, match=r"no task has set 'b' within 0.2 s; worker/0 asked for it"):
         alone.get("b", timeout_s=0.2)
-    with pytest.raises(ClusterTimeoutError, match="nobody has set 'b', for which"):
+    with pytest.raises(ClusterTimeoutError, match="no task has set 'b'; "):
         alone.get("b", wait=False)
 
 

@@ -57,7 +57,7 @@ def test_store_waits_no_longer_than_told(membership: Membership) -> None:
     store = ClusterStore(membership)
     store.set_timeout(timedelta(milliseconds=100))
     for call in (lambda: store.get("k"), lambda: c10d.PrefixStore("x", store).wait(["k"], timedelta(milliseconds=50))):
-        with pytest.raises(ClusterTimeoutError, match="nobody has set"):
+        with pytest.raises(ClusterTimeoutError, match="no task has set"):
             call()
 
 

@@ -464,7 +464,7 @@ def test_a_wrong_cluster_is_refused_when_it_is_described(options: dict[str, Any]
     ("options", "message"),
     [
         ({"cluster": 4}, r"cluster is an sg.RayCluster, got 4"),
-        ({"cluster": sg.RayCluster(2), "devices": ["cpu:0"]}, r"leave devices and cluster_resolver out"),
+        ({"cluster": sg.RayCluster(2), "devices": ["cpu:0"]}, r"leave out devices and cluster_resolver"),
         ({"cluster": sg.RayCluster(2), "cross_device_ops": "shared_memory"}, r"cross_device_ops is 'torch', got 'sh"),
         ({"cluster": sg.RayCluster(2), "gradients": "max"}, r"gradients is one of 'mean', 'sum', got 'max'"),
     ],
@@ -500,7 +500,9 @@ def test_ray_is_loaded_when_it_is_used_and_not_before() -> None:
 
 
 def test_a_cluster_that_asks_for_no_token_is_warned_of() -> None:
-    with pytest.warns(ClusterWarning, match="the Ray cluster at 10.0.0.1 asks for no token: whoever reaches its ports"):
+    with pytest.warns(
+        ClusterWarning, match="the Ray cluster at 10.0.0.1 does not ask for a token: anyone who can reach its ports"
+    ):
         ray_session.warn_if_open(False, "10.0.0.1")
 
 

@@ -166,7 +166,7 @@ def test_master_port_itself_is_used_where_no_agent_has_it(environment: Any) -> N
         ({"RANK": "x"}, "RANK='x' is not a whole number from 0 up"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a whole number from 1 up"),
         ({"MASTER_PORT": "99999"}, "port 99999 is not 1-65535"),
-        ({"MASTER_ADDR": "a b"}, "'a b' is no host name"),
+        ({"MASTER_ADDR": "a b"}, "'a b' is not a host name"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
         ({"STRATAGEM_PORT": "0"}, "port 0 is not 1-65535"),
     ],

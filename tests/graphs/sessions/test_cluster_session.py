@@ -409,7 +409,7 @@ def test_target_that_is_none_is_refused(server: sg.Server, tmp_path: Path) -> No
     with pytest.raises(HandshakeError, match="has another token than this task"):
         sg.Session(target, graph, config=sg.SessionConfig(token_file=tmp_path / "own" / "other"))
     server.stop()
-    with pytest.raises(TaskLostError, match=r"cannot be reached: .*Start it, as sg.Server does"):
+    with pytest.raises(TaskLostError, match=r"cannot be reached: .*Start it with sg.Server"):
         sg.Session(target, graph)
 
 

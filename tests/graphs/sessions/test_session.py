@@ -615,7 +615,7 @@ def doubled() -> tuple[sg.Graph, torch.Tensor, torch.Tensor]:
         (torch.ones(2, 3, device="meta"), "it was fed one that has no values"),
         (np.ones((2, 3)), "'x' takes values of type float32, it was fed float64"),
         (np.array([["a"] * 3] * 2, dtype=object), r"'x' takes \(2, 3\) float32, it was fed array"),
-        ("text", "it was fed 'text', which is no tensor"),
+        ("text", "it was fed 'text', which is not a tensor"),
         (None, "it was fed None"),
     ],
 )
@@ -649,8 +649,8 @@ def test_fetch_of_something_else_is_refused(doubled: tuple[sg.Graph, torch.Tenso
         other = sg.constant(1.0)
     with sg.Session(graph) as session:
         for fetch, message in (
-            (other, "belongs to no part of this session's graph"),
-            (torch.ones(2), "is of no part of this session's graph"),
+            (other, "is not part of this session's graph"),
+            (torch.ones(2), "is not part of this session's graph"),
             ("Mull", "there is no 'Mull' in the graph; did you mean 'Mul'"),
             (3, "only tensors of the graph"),
         ):

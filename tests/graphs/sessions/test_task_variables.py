@@ -65,6 +65,6 @@ def test_nothing_can_be_done_to_what_was_reset(kept: tuple[TaskVariables, Device
     assert variables.has_value(one)
     variables.reset(None)
     for call in (lambda: device.read(one), lambda: variables.commit(device, {one: torch.ones(2)}, [])):
-        with pytest.raises(SessionError, match="another program has reset it; make the session anew"):
+        with pytest.raises(SessionError, match="another program has reset it; make a new session"):
             call()
     assert variables.on(HERE) == {}

@@ -100,7 +100,7 @@ def test_lost_server_is_named_with_what_it_had(new_cluster: NewCluster, number: 
             with pytest.raises(ParameterServerLostError) as caught:
                 _step_for_ever(trainer)
             assert f"ps/1 at {cluster.spec['ps'][1]} is lost" in str(caught.value)
-            assert re.search(rf"gone are {len(gone)} of 4 parameters: {re.escape(', '.join(gone))}", str(caught.value))
+            assert re.search(rf"lost are {len(gone)} of 4 parameters: {re.escape(', '.join(gone))}", str(caught.value))
             with pytest.raises(ParameterServerLostError):  # no step runs on half a model
                 trainer.step(2)
 

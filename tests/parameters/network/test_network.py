@@ -268,7 +268,9 @@ def test_state_without_a_push_that_one_server_alone_has_is_none(
     saver, pusher = cluster.trainer(0), cluster.trainer(1)
     monkeypatch.setattr(held_pushes, "HOLD_S", 0.05)
     pushed_to(pusher, 0)
-    with pytest.raises(ClusterTimeoutError, match=r"a push that others have applied has not come, within 0\.05 s"):
+    with pytest.raises(
+        ClusterTimeoutError, match=r"a push that other parameter servers have applied has not come, within 0\.05 s"
+    ):
         saver.client.state()
     monkeypatch.setattr(held_pushes, "HOLD_S", 1000.0)
     pusher.client.close()  # who has died will not push it any more
@@ -309,7 +311,7 @@ def test_servers_of_which_some_were_started_anew_are_refused(new_cluster: NewClu
     first.client.close()
     cluster.renew(0)
     chief = Trainer(cluster.worker(0), 2)
-    with pytest.raises(ParameterServerLostError, match="ps/0 has been started anew, and ps/1 still has what it was"):
+    with pytest.raises(ParameterServerLostError, match="ps/0 has been restarted, but ps/1 still has its trained"):
         chief.define(state=state)
     chief.client.close()
     cluster.renew(1)

@@ -180,7 +180,7 @@ def test_one_that_is_lost_and_one_that_is_done_leave_the_last_to_go_on(new_clust
 def test_whole_gradient_and_rows_of_one_variable_are_refused_in_any_order() -> None:
     whole, rows = torch.ones(3, 2), Rows(torch.tensor([1]), torch.ones(1, 2))
     for first, second in ((whole, rows), (rows, whole)):
-        with pytest.raises(ParameterError, match="a whole gradient and rows"):
+        with pytest.raises(ParameterError, match="a dense gradient and a sparse one"):
             mean_of([({"table": first}, 1), ({"table": second}, 1)])
 
 
@@ -304,7 +304,7 @@ def test_barrier_waits_for_nobody_who_left_and_names_who_does_not_come(new_clust
     for strategy in strategies:
         strategy.run(training_step(*build(strategy)), args=(torch.ones(2, 6),))
     first, second = strategies
-    with pytest.raises(ParameterError, match=r"worker/1 has neither come there nor pushed for 0\.3 s"):
+    with pytest.raises(ParameterError, match=r"worker/1 has neither called it nor pushed for 0\.3 s"):
         first.barrier()
     second.close()
     first.barrier()

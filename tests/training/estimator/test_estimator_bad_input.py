@@ -101,7 +101,10 @@ CALLS: list[tuple[Callable[[sge.Estimator], Any], str]] = [
     (lambda it: it.train(lambda: None), r"input_fn returned nothing"),
     (lambda it: it.train(lambda: []), r"input_fn gave no batch"),
     (lambda it: it.train(lambda: [(X, Y, Y)]), r"features or \(features, labels\), got 3 parts"),
-    (lambda it: it.train(lambda path: []), r"input_fn may take mode, params, config; it needs an argument 'path'"),
+    (
+        lambda it: it.train(lambda path: []),
+        r"input_fn may take the arguments mode, params, config; it also has an argument 'path'",
+    ),
     (lambda it: it.train(lambda: sge.Input([X], num_epochs=0)), r"num_epochs is a positive int, got int 0"),
     (lambda it: it.export("anywhere"), r"has no checkpoint; call train"),
     (lambda it: it.get_variable_names(), r"has no checkpoint; call train first"),
@@ -173,8 +176,8 @@ def test_estimator_refuses_bad_arguments(tmp_path: Path) -> None:
         (lambda: sge.Estimator(model_fn, tmp_path, {}), r"config is a RunConfig, got dict"),  # type: ignore[arg-type]
         (lambda: sge.Estimator(model_fn, "a", sge.RunConfig(model_dir="b")), r"'a' here and 'b' in config"),
         (lambda: sge.Estimator(model_fn, tmp_path, params={"a": 1}), r"params were given, but model_fn takes only"),
-        (lambda: sge.Estimator(model_fn, tmp_path, warm_start_from=3), r"warm-started from .* got int 3"),  # type: ignore[arg-type]
-        (lambda: sge.Estimator(lambda features, depth: None, tmp_path), r"needs an argument 'depth'"),  # type: ignore[arg-type,return-value]
+        (lambda: sge.Estimator(model_fn, tmp_path, warm_start_from=3), r"ckpt_to_initialize_from .* got int 3"),  # type: ignore[arg-type]
+        (lambda: sge.Estimator(lambda features, depth: None, tmp_path), r"also has an argument 'depth'"),  # type: ignore[arg-type,return-value]
     ]
     for call, message in cases:
         with pytest.raises(sge.EstimatorError, match=message):

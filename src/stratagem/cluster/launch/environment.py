@@ -88,7 +88,9 @@ def _cluster(offers: Sequence[Offer]) -> ClusterSpec:
     if len(jobs.pop(EVALUATOR, [])) > 1:
         raise LaunchError("a cluster has one evaluator at most; ask for --evaluator on one machine only")
     if not any(job in jobs for job in TRAINING):
-        raise LaunchError("none of the machines has a worker or chief, so nobody would train; ask for --workers on one")
+        raise LaunchError(
+            "none of the machines has a worker or chief, so no task would train; ask for --workers on one"
+        )
     try:
         return ClusterSpec(jobs)
     except ClusterSpecError as error:

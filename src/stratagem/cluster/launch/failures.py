@@ -98,7 +98,7 @@ def explain(task: str, code: int, log_tail: str, *, at: float, killed_for_memory
     if code < 0:
         cause = f"was killed by {_signal_name(-code)}"
         if -code == signal.SIGKILL and killed_for_memory:
-            cause += ", probably for lack of memory: the kernel has killed a process meanwhile"
+            cause += ", probably for lack of memory: the kernel killed a process during that time"
     else:
         cause = _last_error(told) if told else f"ended with code {code}"
     if not told and code > 0:

@@ -101,10 +101,10 @@ class Order:
             raise LaunchError(f"--heartbeat-timeout must be above 0 s, got {self.heartbeat_timeout_s:g}")
         if self.num_workers is None and (self.num_ps or self.chief or self.evaluator or self.machine.count > 1):
             raise LaunchError(
-                "--ps, --chief, --evaluator and --nnodes are for clusters; say with --workers how many workers one has"
+                "--ps, --chief, --evaluator and --nnodes are for clusters; give the number of workers with --workers"
             )
         if self.num_workers == 0 and not (self.chief or self.machine.count > 1):
-            raise LaunchError("--workers 0 leaves nobody to train; ask for at least one worker, or for a --chief")
+            raise LaunchError("--workers 0 leaves no task that trains; ask for at least one worker, or for a --chief")
         if self.num_workers == 0 and not (self.chief or self.num_ps or self.evaluator):
             raise LaunchError("--workers 0 leaves nothing to start on this machine; ask for --ps or --evaluator here")
         if self.chief and self.machine.rank > 0:

@@ -88,7 +88,7 @@ class Introduction:
         try:
             spec = ClusterSpec(body["cluster"])
         except ClusterSpecError as error:
-            raise ProtocolError(f"a task came with a cluster that is none: {error}") from None
+            raise ProtocolError(f"a task sent a cluster that is not valid: {error}") from None
         versions = {str(name): str(version) for name, version in body["versions"].items()}
         return cls(
             body["task"],

@@ -169,7 +169,7 @@ class Keeper:
                 False,
             )
         if self._is_over or self._fenced:
-            return "the cluster is coming to its end", True
+            return "the cluster is shutting down", True
         why = disagreement(who, self._own)
         if why is None and who.task not in self._expected:
             why = f"{who.task} does not take part; {', '.join(self._expected)} do"

@@ -12,13 +12,13 @@ from stratagem.cluster.spec import Task
 @final
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A task that takes part, and the process that it is.
+    """A task that takes part, and its process.
 
     Args:
         task: Its name, such as `worker/1`.
-        address: Where it listens, or the address that it came from.
+        address: The address at which it listens, or from which it connected.
         machine: The name of its machine.
-        pid: Its process there.
+        pid: The number of its process there.
     """
 
     task: str
@@ -37,11 +37,11 @@ class Member:
 @final
 @dataclasses.dataclass(frozen=True)
 class TaskLost:
-    """A task that is gone.
+    """A task that was lost.
 
     Args:
         member: Which task it was, and where.
-        why: How that was noticed, or what it said itself.
+        why: How the loss was noticed, or the reason that the task gave.
     """
 
     member: Member
@@ -62,7 +62,7 @@ class TaskLost:
 
 def why_closed(error: ClosedError) -> str:
     """What the end of a connection means for the task at its other end."""
-    return f"{error} without taking its leave; its process has ended" if error.by_other_side else str(error)
+    return f"{error} without leaving the cluster first; its process has ended" if error.by_other_side else str(error)
 
 
 def missing_text(expected: Iterable[Task], present: Iterable[str], timeout_s: float, reason: str = "") -> str:

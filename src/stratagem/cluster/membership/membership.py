@@ -113,12 +113,12 @@ class Membership:
 
     @property
     def rank(self) -> int:
-        """Which of the participants this task is."""
+        """The number of this task among the participants."""
         return self.participants.index(self.task)
 
     @property
     def size(self) -> int:
-        """How many participants there are."""
+        """The number of participants."""
         return len(self.participants)
 
     @property
@@ -128,7 +128,7 @@ class Membership:
 
     @property
     def incarnation(self) -> str:
-        """Tells this run of the task from all others."""
+        """An identifier of this run of the task, different in every run."""
         return self._introduction.incarnation
 
     @property
@@ -138,36 +138,36 @@ class Membership:
 
     @property
     def members(self) -> list[Member]:
-        """Who takes part now, in the order of the cluster, with their machines and processes."""
+        """The tasks that take part now, in the order of the cluster, with their machines and processes."""
         return list(self._joined_side().members)
 
     @property
     def heartbeat_timeout_s(self) -> float:
-        """After how long without a sign of life a task is lost at all events."""
+        """The seconds without heartbeats after which a task is lost in any case."""
         return self._rhythm.timeout_s
 
     @property
     def own_host(self) -> str:
-        """An address of this machine under which the others of the cluster can reach it."""
+        """An address at which the other tasks of the cluster can reach this machine."""
         return self._joined_side().own_host
 
     # Its life
 
     def join(self, waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> Self:
-        """Waits until all have come.
+        """Joins the cluster; waits until all tasks have joined.
 
         Args:
-            waiting: Is entered around the wait alone, for who lets something end it; what is begun before is begun
-                whole, and ended whole after it.
+            waiting: A context manager that is entered only around the wait, for callers that must be able to
+                interrupt it; what happens before and after the wait is never interrupted.
 
         Raises:
-            ClusterJoinError: Somebody has not come in time, does not fit, or has come twice.
-            HandshakeError: Who answers at the address of the keeper is no task of this cluster.
+            ClusterJoinError: A task has not joined in time, does not fit, or has joined twice.
+            HandshakeError: The program at the address of the keeper is not a task of this cluster.
             AddressInUseError: Another program listens at the address of this task.
             TokenError: The token file cannot be trusted.
         """
         if self._side is not None:
-            raise ClusterError(f"{self.task.name} has joined already, or tried to; make a new Membership to join anew")
+            raise ClusterError(f"{self.task.name} has joined already, or tried to; make a new Membership to join again")
         try:
             self._side = self._begin()
             self._wait_for_all(self._side, waiting)
@@ -195,15 +195,15 @@ class Membership:
             raise
 
     def leave(self, linger_s: float = 5.0) -> None:
-        """Takes leave of the others, for whom this is no loss. A second time it does nothing.
+        """Leaves the cluster; the other tasks do not count this as a loss. A second call does nothing.
 
         Args:
-            linger_s: How long the keeper, which keeps the store, waits for the others to leave before it.
+            linger_s: The seconds that the keeper, which keeps the store, waits for the others to leave first.
         """
         self._finish(lambda side: side.leave(linger_s))
 
     def fail(self, why: str) -> None:
-        """Tells the others that this task has failed: for them it is lost, with these words. Then leaves."""
+        """Tells the others that this task has failed, then leaves. The others count it as lost, for this reason."""
         self._finish(lambda side: side.fail(why))
 
     def __enter__(self) -> Self:
@@ -224,16 +224,16 @@ class Membership:
 
     @property
     def lost(self) -> TaskLost | None:
-        """The first task that was lost; None while all are there."""
+        """The first task that was lost; None if no task is lost."""
         return self._losses[0] if self._losses else None
 
     @property
     def losses(self) -> tuple[TaskLost, ...]:
-        """All tasks that were lost, in the order in which that was noticed; this one too, if others declared it so."""
+        """All lost tasks, in the order of notice; also this task, if the others have declared it lost."""
         return self._losses
 
     def on_lost(self, callback: Callable[[TaskLost], None]) -> None:
-        """Has a function called with each task that is lost, in a thread of its own; at once for those that are."""
+        """Calls a function with each lost task, in a separate thread; for tasks that are lost already, at once."""
         with self._lock:
             self._callbacks.append(callback)
             known = self._losses
@@ -241,10 +241,10 @@ class Membership:
             _call_later([(callback, lost) for lost in known])
 
     def raise_if_lost(self) -> None:
-        """Does nothing while all are there.
+        """Raises an error if a task is lost.
 
         Raises:
-            TaskLostError: A task is lost; says which, where it was and why.
+            TaskLostError: A task is lost; the error says which task, where it ran and why.
         """
         if self._losses:
             first, *others = self._losses
@@ -254,40 +254,40 @@ class Membership:
     # What the tasks tell each other
 
     def set(self, key: str, value: bytes) -> None:
-        """Stores a value of up to 64 KiB for all."""
+        """Stores a value of up to 64 KiB, which all tasks can read."""
         check_value(key, value)
         self._ask(ValueRequest("set", (key,), (value,)))
 
     def set_many(self, values: Mapping[str, bytes]) -> None:
-        """Stores several values at once; together they take 512 KiB at most."""
+        """Stores several values at once, 512 KiB together at most."""
         for key, value in values.items():
             check_value(key, value)
         self._ask(ValueRequest("set", tuple(values), tuple(values.values())))
 
     def get(self, key: str, *, wait: bool = True, timeout_s: float = _WAIT_S) -> bytes:
-        """The value that somebody has stored.
+        """Returns a value that a task has stored.
 
         Args:
-            wait: Whether to wait until somebody has.
-            timeout_s: How long.
+            wait: Whether to wait until a task has stored it.
+            timeout_s: How long to wait.
 
         Raises:
-            ClusterTimeoutError: Nobody has.
-            TaskLostError: A task was lost, so that waiting is in vain.
+            ClusterTimeoutError: No task has stored it in time.
+            TaskLostError: A task was lost during the wait.
         """
         return self._ask(ValueRequest("get", (key,), timeout_s=timeout_s if wait else 0.0)).values[0]
 
     def get_many(self, keys: Sequence[str], timeout_s: float = _WAIT_S) -> tuple[bytes, ...]:
-        """Several values at once, after waiting for all; together they take 512 KiB at most."""
+        """Waits for several values and returns them, 512 KiB together at most."""
         return self._ask(ValueRequest("get", tuple(keys), timeout_s=timeout_s)).values if keys else ()
 
     def wait(self, keys: Sequence[str], timeout_s: float = _WAIT_S) -> None:
-        """Waits until there are values for all keys."""
+        """Waits until all keys have values."""
         if keys:
             self._ask(ValueRequest("check", tuple(keys), timeout_s=timeout_s))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether there are values for all keys now."""
+        """Returns whether all keys have values now."""
         return not keys or bool(self._ask(ValueRequest("check", tuple(keys))).number)
 
     def add(self, key: str, amount: int) -> int:
@@ -300,28 +300,28 @@ class Membership:
         self._ask(ValueRequest("append", (key,), (value,)))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Stores a value if the one there is as expected, or if none is there and none expected (`b""`).
+        """Stores a value if the current value is the expected one; `b""` expects that there is no value yet.
 
-        Returns the value that is there then, or the expected one if none is.
+        Returns the value after the call, or the expected value if there is none.
         """
         check_value(key, expected)
         check_value(key, desired)
         return self._ask(ValueRequest("compare_set", (key,), (expected, desired))).values[0]
 
     def delete(self, key: str) -> bool:
-        """Removes a value; tells whether there was one."""
+        """Removes a value; returns whether there was one."""
         return bool(self._ask(ValueRequest("delete", (key,))).number)
 
     def num_keys(self) -> int:
-        """How many values there are."""
+        """Returns the number of values."""
         return self._ask(ValueRequest("num_keys")).number
 
     def sign(self, message: bytes) -> bytes:
-        """32 bytes that only tasks of this cluster can make of a message."""
+        """Returns a signature of a message, 32 bytes that only tasks of this cluster can compute."""
         return tokens.load(None if self._token_file is None else os.fspath(self._token_file)).sign(message)
 
     def keep(self, user: object) -> None:
-        """Holds on to an object until this task leaves."""
+        """Keeps a reference to an object until this task leaves."""
         self._kept.append(user)
 
     def _begin(self) -> Keeper | Follower:
@@ -372,7 +372,7 @@ class Membership:
 
     def _joined_side(self) -> Keeper | Follower:
         if self._is_forked():
-            raise ClusterError(f"this process was forked from {self.task.name}, and is no task of the cluster itself")
+            raise ClusterError(f"this process was forked from {self.task.name} and is not a task of the cluster")
         if self._side is None or not self._has_joined:
             raise ClusterError(f"{self.task.name} does not take part in its cluster now; call join() first")
         return self._side
@@ -384,7 +384,7 @@ class Membership:
         if reply.status == TIMEOUT:
             waited = f" within {request.timeout_s:g} s" if request.timeout_s else ""
             raise ClusterTimeoutError(
-                f"nobody has set {' and '.join(map(repr, request.keys))}{waited}, for which {self.task.name} asked"
+                f"no task has set {' and '.join(map(repr, request.keys))}{waited}; {self.task.name} asked for it"
             )
         if reply.status == LOST:
             self.raise_if_lost()
@@ -417,6 +417,6 @@ def _call_later(calls: Sequence[tuple[Callable[[TaskLost], None], TaskLost]]) ->
             try:
                 callback(lost)
             except Exception:
-                log.exception("a function that was to be called when a task is lost has failed")
+                log.exception("a callback of on_lost has failed")
 
     threading.Thread(target=call_all, name="stratagem-lost", daemon=True).start()

@@ -177,7 +177,7 @@ class Values:
         try:
             total = int(self._values.get(key, b"0")) + request.amount
         except ValueError:
-            return Reply(WRONG, message=f"the value of {key!r} is no number, so that nothing can be added to it")
+            return Reply(WRONG, message=f"the value of {key!r} is not a number, so nothing can be added to it")
         if not -(2**63) <= total < 2**63:
             return Reply(WRONG, message=f"the sum of {key!r} is too large")
         return Reply(number=total) if self._put(key, str(total).encode()) else _full()

@@ -46,7 +46,7 @@ def load() -> Any:
         ) from error
     if not hasattr(importlib.import_module("ray._raylet"), "get_authentication_mode"):
         raise RayMissingError(
-            f"Ray {ray.__version__} knows no tokens, so that anybody who reaches it can run programs here; "
+            f"Ray {ray.__version__} does not support tokens: anyone who can reach it can run programs here; "
             f"run pip install 'stratagem[ray]'"
         )
     return ray
@@ -61,8 +61,8 @@ def warn_if_open(asking: bool, where: str) -> None:
     """Says loudly that a cluster lets everybody in."""
     if not asking:
         warn_caller(
-            f"the Ray cluster at {where} asks for no token: whoever reaches its ports can run programs as you, and "
-            f"take part in this training. Start it with {_env.RAY_AUTH_MODE}=token",
+            f"the Ray cluster at {where} does not ask for a token: anyone who can reach its ports can run programs "
+            f"as you and take part in this training. Start it with {_env.RAY_AUTH_MODE}=token",
             ClusterWarning,
         )
 

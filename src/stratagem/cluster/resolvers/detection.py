@@ -18,15 +18,15 @@ class Found:
     """Which cluster the environment describes, and why.
 
     Args:
-        resolver: Who describes it; None if the program runs alone.
-        looked_at: For each place that was looked at, what was there, in order.
+        resolver: The resolver that describes it; None if the program runs alone.
+        looked_at: The places that were searched, in order, and what was found in each.
     """
 
     resolver: Resolver | None
     looked_at: tuple[str, ...]
 
     def explain(self) -> str:
-        """All of it, one line each, the outcome last."""
+        """Returns one line for each place that was searched; the last line has the outcome."""
         outcome = "no cluster: the program runs alone" if self.resolver is None else self.resolver.describe()
         return "\n".join([*self.looked_at, outcome])
 
@@ -35,8 +35,8 @@ def found() -> Found:
     """Looks for `TF_CONFIG` and for the variables of torchrun, Slurm and Kubernetes; takes the first that is set.
 
     Raises:
-        ClusterSpecError: What is there describes no cluster.
-        EnvironmentVariableError: What is there is incomplete or wrong.
+        ClusterSpecError: The description is not that of a cluster.
+        EnvironmentVariableError: A variable is missing or wrong.
     """
     looked_at: list[str] = []
     for name, reason_against, resolver in _PLACES:

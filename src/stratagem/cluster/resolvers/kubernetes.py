@@ -24,9 +24,9 @@ class KubernetesResolver(Resolver):
 
     Args:
         num_tasks: How many pods there are; by default `STRATAGEM_NUM_TASKS`.
-        service: The headless service that they belong to; by default `STRATAGEM_SERVICE`, or what the full
-            name of this host says.
-        port: Where each listens; by default `STRATAGEM_PORT`, or 2222.
+        service: The headless service of the pods; by default `STRATAGEM_SERVICE`, or the one in the full name
+            of this host.
+        port: The port of each pod; by default `STRATAGEM_PORT`, or 2222.
         host_name: The name of this pod, `trainer-3` or `trainer-3.service`; by default that of this machine.
 
     Raises:

@@ -14,19 +14,19 @@ from stratagem.errors import ClusterSpecError, EnvironmentVariableError
 
 
 class Resolver:
-    """Says which tasks there are, and which of them this is.
+    """Says which tasks a cluster has, and which of them is this process.
 
-    Each way to learn it is a class of its own that has a constructor and nothing else.
+    Each source of that knowledge has its own class, which adds only a constructor.
 
     Args:
-        source: Who said so, such as `TF_CONFIG`.
+        source: The name of the source, such as `TF_CONFIG`.
         spec: All tasks; none at all if the program runs alone.
         task_type: The job of this task, if it is one of them.
         task_id: Its index.
-        local: Which of the tasks on its machine this is, and how many those are; by default those with
-            the same host that train too, or have the same job.
-        accelerators: How many accelerators of each kind this task has; by default what this process has.
-        master: What `master()` answers; by default where this task is reached.
+        local: The number of this task among the tasks on its machine, and how many these are. By default the tasks
+            with the same host that also train, or have the same job.
+        accelerators: The number of accelerators of each kind that this task has; by default those of this process.
+        master: The result of `master()`; by default the address of this task.
 
     Raises:
         ClusterSpecError: There is no such task.
@@ -72,16 +72,16 @@ class Resolver:
 
     @property
     def local_id(self) -> int:
-        """Which of the tasks on this machine this one is."""
+        """The number of this task among the tasks on this machine."""
         return self._local[0]
 
     @property
     def num_local_tasks(self) -> int:
-        """How many tasks run on this machine, and share its devices."""
+        """The number of tasks that run on this machine and share its devices."""
         return self._local[1]
 
     def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
-        """Where a task is reached, by default this one: `stratagem://host:port`; empty without a cluster."""
+        """Returns the address of a task, by default of this one: `stratagem://host:port`; empty without a cluster."""
         if task_type is None and task_id is None and self._master is not None:
             return self._master if self._master.startswith(SCHEME) else f"{SCHEME}{self._master}"
         job = self._type if task_type is None else task_type
@@ -91,7 +91,7 @@ class Resolver:
         return f"{SCHEME}{self._spec.task_address(job, index)}"
 
     def num_accelerators(self) -> dict[str, int]:
-        """How many accelerators of each kind this task has."""
+        """Returns the number of accelerators of each kind that this task has."""
         if self._accelerators is not None:
             return dict(self._accelerators)
         # By name: to ask for devices loads torch, which nothing else about a cluster needs.
@@ -100,11 +100,11 @@ class Resolver:
         return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
     def describe(self) -> str:
-        """One line: who said that which tasks exist."""
+        """Returns one line with the source, the tasks, and which of them is this process."""
         if not self._spec:
             return f"{self._source}: no cluster, the program runs alone"
         counts = ", ".join(f"{self._spec.num_tasks(job)} {job}" for job in self._spec.jobs)
-        own = "of which this process is none" if self._type is None else f"this is {self._type}/{self._id}"
+        own = "this process is not one of its tasks" if self._type is None else f"this is {self._type}/{self._id}"
         return f"{self._source}: a cluster of {counts}, {own}; the first task is {self._spec.tasks[0]}"
 
     def __repr__(self) -> str:

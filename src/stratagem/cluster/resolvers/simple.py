@@ -10,14 +10,14 @@ from stratagem.errors import ClusterSpecError
 
 @final
 class SimpleResolver(Resolver):
-    """The cluster that the program names itself.
+    """A cluster that the program itself gives.
 
     Args:
         cluster: All tasks.
         task_type: The job of this task.
         task_id: Its index.
-        master: What `master()` answers; by default where this task is reached.
-        num_accelerators: What `num_accelerators()` answers; by default what this process has.
+        master: The result of `master()`; by default the address of this task.
+        num_accelerators: The result of `num_accelerators()`; by default the accelerators of this process.
 
     Example:
         >>> SimpleResolver({"worker": ["a:1", "b:1"]}, task_type="worker", task_id=0).master()
@@ -40,15 +40,15 @@ class SimpleResolver(Resolver):
 
 @final
 class UnionResolver(Resolver):
-    """Joins the tasks of several resolvers into one cluster; the first one that knows this task names it.
+    """Joins the tasks of several resolvers into one cluster. The first resolver that knows this task says which it is.
 
     Args:
-        resolvers: Each with other tasks, or with the same ones at the same addresses.
-        task_type: The job of this task, in the place of theirs.
+        resolvers: The resolvers; a task that several have must have the same address in each.
+        task_type: The job of this task, instead of the one that a resolver gives.
         task_id: Its index.
 
     Raises:
-        ClusterSpecError: Two give one task different addresses, or one address to different tasks.
+        ClusterSpecError: Two resolvers give different addresses to one task, or one address to different tasks.
     """
 
     def __init__(self, *resolvers: Resolver, task_type: str | None = None, task_id: int | None = None) -> None:

@@ -29,9 +29,9 @@ class SlurmResolver(Resolver):
     Args:
         jobs: How many tasks each job has, in the order in which Slurm counts its tasks; by default all
             are workers.
-        port_base: Where the first task of each host listens, the next one at the port after it. By
-            default `STRATAGEM_PORT`, or a number that follows from that of the Slurm job.
-        gpus_per_task: How many GPUs a task has; by default what Slurm says.
+        port_base: The port of the first task of each host; the next task has the next port. By default
+            `STRATAGEM_PORT`, or a number computed from the number of the Slurm job.
+        gpus_per_task: The number of GPUs of a task; by default the number that Slurm gives.
 
     Raises:
         EnvironmentVariableError: A variable is missing or wrong.

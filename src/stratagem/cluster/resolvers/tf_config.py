@@ -16,12 +16,12 @@ class TFConfigResolver(Resolver):
     """The cluster that `TF_CONFIG` describes. If it is not set or has no cluster in it, the program runs alone.
 
     Args:
-        text: The description; by default that of the environment.
-        task_type: The job of this task, in the place of the one given there.
-        task_id: Its index, in the place of the one given there.
+        text: The description; by default the value of `TF_CONFIG` in the environment.
+        task_type: The job of this task, instead of the one in the description.
+        task_id: Its index, instead of the one in the description.
 
     Raises:
-        ClusterSpecError: It is not JSON, or not what a cluster looks like.
+        ClusterSpecError: It is not JSON, or it does not describe a cluster.
 
     Example:
         >>> text = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'

@@ -19,11 +19,11 @@ _FIRST_PORT, _NUM_PORTS = 15_000, 16_000
 
 @final
 class TorchrunResolver(Resolver):
-    """The workers that torchrun has started, or anyone who sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """The workers of torchrun, or of a launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Args:
-        port: Where the first worker listens. By default `STRATAGEM_PORT`; or MASTER_PORT; or, where a
-            store of torchrun listens there already, a port that follows from it.
+        port: The port of the first worker. By default `STRATAGEM_PORT`; or MASTER_PORT; or, if torchrun's own store
+            listens there already, a port computed from it.
 
     Raises:
         EnvironmentVariableError: A variable is missing or wrong.

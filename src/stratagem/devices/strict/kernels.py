@@ -111,7 +111,7 @@ def refuse(what: str, operation: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _WITHOUT: Final = {
-    "sparse": "Layers take dense gradients with sparse=False, which real GPUs need not. ",
+    "sparse": "With sparse=False a layer makes dense gradients; real GPUs do not need this. ",
     "nested": "Nested tensors of layout torch.jagged are made of dense ones. ",
 }
 

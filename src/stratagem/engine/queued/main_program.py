@@ -184,7 +184,8 @@ class MainProgram:
         pending = self.copies.pending = self._tracker.pending()
         if any(isinstance(obj, torch.optim.LBFGS) for obj in pending):
             raise StrategyError(
-                "LBFGS computes the loss many times in one step, which no push can; use another optimizer"
+                "LBFGS computes the loss many times in one step, but a worker pushes gradients once; use another "
+                "optimizer"
             )
         for obj in pending:
             if isinstance(obj, torch.nn.Embedding | torch.nn.EmbeddingBag) and obj.sparse and obj.max_norm is not None:
@@ -263,7 +264,7 @@ class MainProgram:
 
         def step(closure: Any = None) -> Any:
             raise StrategyError(
-                "optimizer.step() was called outside strategy.run, where nobody has gradients; "
+                "optimizer.step() was called outside strategy.run, where there are no gradients; "
                 "call it in the function that you run"
             )
 

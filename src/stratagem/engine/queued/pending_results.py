@@ -70,7 +70,7 @@ class PendingResult:
         value = self.wait()
         if isinstance(value, torch.Tensor) and not value.dim():
             raise TypeError(
-                "a single number has no length; torch.tensor(results) asks for it, make torch.stack(results) of them"
+                "a single number has no length, and torch.tensor(results) asks for it; use torch.stack(results)"
             )
         return len(value)
 
@@ -155,8 +155,8 @@ def _nothing_stays(rank: int, number: int) -> NoReturn:
 def _part_of(value: Any, place: int, num_parts: int) -> Any:
     if len(value) != num_parts:
         raise StrategyError(
-            f"a step returned {len(value)} values, an earlier one of the same function {num_parts}; return as many in "
-            f"every step, or call wait() on a result before it is unpacked"
+            f"a step returned {len(value)} values, but an earlier step of the same function returned {num_parts}; "
+            f"return the same number of values in every step, or call wait() on a result before you unpack it"
         )
     return value[place]
 

@@ -38,7 +38,7 @@ from stratagem.variables.optimizer_slices import StateElsewhere, parameters_of, 
 _FRESH_S = 1e-3  # for so long after a pull another one would bring next to nothing
 _NUM_EARLY_STEPS = 2
 _PATIENCE = 0.9  # of stall_timeout_s: who waits for others says so before it counts as stalled itself
-_STATE_WORDS = "workers share the state of an optimizer, and no step has it; read and load it in the main program"
+_STATE_WORDS = "workers share the state of an optimizer, so a step cannot read or load it; do that in the main program"
 _Changes = tuple[list[tuple[Held, torch.Tensor]], list[int]]
 
 
@@ -324,7 +324,7 @@ class WorkerRuntime:
         shared = self.shared_settings
         if self._round is not None or shared.torn_reads or shared.consistency.rate_of is not None:
             raise StrategyError(
-                "backup workers, rate_of and torn_reads are for optimizers of torch; for Keras leave them out"
+                "backup workers, rate_of and torn_reads work with torch optimizers only; leave them out for Keras"
             )
         if not self._was_pushed():
             change = functools.partial(self._change_by, function)

@@ -160,7 +160,7 @@ def _own_device(cluster: RayCluster, placement: RayPlacement) -> LogicalDevice:
     visible = [each.strip() for each in mask.split(",")] if mask else None
     if visible is not None and number not in visible:
         raise DeviceNotFoundError(
-            f"Ray keeps GPU {number} for this program, which {_env.CUDA_VISIBLE_DEVICES}={mask!r} hides from it; "
+            f"Ray has reserved GPU {number} for this program, but {_env.CUDA_VISIBLE_DEVICES}={mask!r} hides it; "
             f"unset that variable, or set it for Ray too"
         )
     return this_process().resolve(f"gpu:{number if visible is None else visible.index(number)}")

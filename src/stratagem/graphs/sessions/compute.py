@@ -105,8 +105,8 @@ class Device:
         value = variable.tensor.detach() if variable.tensor is not None else self.variables.get(variable)
         if value is None:
             raise SessionError(
-                f"variable {variable.name!r} has no value on {self._name}: another program has reset it; make the "
-                f"session anew"
+                f"variable {variable.name!r} has no value on {self._name}: another program has reset it; make a new "
+                f"session"
             )
         return value.to(self._torch_device)
 

@@ -113,8 +113,8 @@ def _output(graph: Graph, fetch: Any) -> NodeOutput:
     if isinstance(fetch, torch.Tensor):
         output = graph.recorder.lookup(fetch)
         if output is None:
-            what = f"{fetch!r} belongs to" if isinstance(fetch, GraphTensor) else f"a tensor {described(fetch)} is of"
-            raise GraphError(f"{what} no part of this session's graph; use tensors that were recorded in it")
+            what = f"{fetch!r} is" if isinstance(fetch, GraphTensor) else f"a tensor {described(fetch)} is"
+            raise GraphError(f"{what} not part of this session's graph; use tensors that were recorded in it")
         return output
     raise GraphError(f"only tensors of the graph, their names, and lists and dicts of these can be used, got {fetch!r}")
 
@@ -131,8 +131,8 @@ def _fed_value(output: NodeOutput, value: Any) -> torch.Tensor:
         given = _from_numbers(value, meta.dtype)
     if given is None:
         raise FeedError(
-            f"{name!r} takes {described(meta)}, it was fed {reprlib.repr(value)}, which is no tensor and cannot become "
-            f"one"
+            f"{name!r} takes {described(meta)}, it was fed {reprlib.repr(value)}, which is not a tensor and cannot "
+            f"become one"
         )
     if given.layout is not torch.strided or given.is_meta or given.is_nested:
         what = "has no values" if given.is_meta else "is not dense"

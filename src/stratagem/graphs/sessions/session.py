@@ -69,23 +69,25 @@ def connect_with(connector: Connector) -> None:
 
 @final
 class Session(StaysHere):
-    """Runs a graph: cut by device, the parts at the same time, with copies in between.
+    """Runs a graph. It cuts the graph by device, runs the parts at the same time, and copies tensors between them.
 
-    A thread for each device computes on the cores of that device. What fetches do not need does not run. All operations
-    of a run read the values that variables had when it began; changes take effect when the whole run has succeeded.
+    Each device has a thread, which computes on the cores of that device. Only the operations that the fetches need are
+    run. All operations of a run read the values that variables had when it began; changes take effect when the whole
+    run has succeeded.
 
-    Sessions on a cluster share variables of the same name in the same container (`sg.container`): between-graph
-    replication. They stay in their tasks when sessions end, until `Session.reset` or the end of the server. An update
-    (`w -= d`, `sg.assign(w, w - d)`, an optimizer's) is made on the value that the variable then has, so that none is
-    lost; any other value replaces what is there. Variables of a session without a target are its own.
+    Sessions on a cluster share variables of the same name in the same container (`sg.container`); this is between-graph
+    replication. The variables stay in their tasks when sessions end, until `Session.reset` or the end of the server.
+    An update (`w -= d`, `sg.assign(w, w - d)`, the step of an optimizer) is applied to the current value of the
+    variable, so no update of another session is lost; any other assigned value replaces the current one. A session
+    without a target has its own variables.
 
     Args:
         target: A graph; or the target of a server of a cluster (`server.target`), whose tasks then run the graph.
-        graph: The graph, where a target is given too; by default the one that is open, or the program's.
+        graph: The graph, if a target is given; by default the graph of the current `with` block, or the default graph.
         config: The settings.
 
     Raises:
-        HandshakeError: The target is no task of a cluster with the same token.
+        HandshakeError: The target is not a task of a cluster with the same token.
     Example:
         >>> import stratagem as sg
         >>> with sg.Graph() as graph:
@@ -137,10 +139,10 @@ class Session(StaysHere):
             feed_dict: Values for placeholders, or in place of other tensors of the graph.
 
         Returns:
-            The same form with tensors in the memory of the host, or a text where that was fetched.
+            The same structure, with tensors in the memory of the host; a text where a text was fetched.
 
         Raises:
-            FeedError: A placeholder is not fed, or what is fed does not fit.
+            FeedError: A placeholder is not fed, or a fed value does not fit.
             GraphError: Something is not in the graph.
             DeviceNotFoundError: Something was placed on a device that does not exist.
             SessionError: An operation failed, or the session is closed.
@@ -159,16 +161,16 @@ class Session(StaysHere):
 
     @staticmethod
     def reset(target: str, containers: Sequence[str] | None = None, config: SessionConfig | None = None) -> None:
-        """Ends variables that the tasks of a cluster keep. Sessions that use them must be made anew.
+        """Deletes variables that the tasks of a cluster keep. Sessions that use them must be made again.
 
         Args:
             target: The target of a server of the cluster (`server.target`).
-            containers: Those whose variables end (`sg.container`; `""`, or the name of the job, outside of any); by
-                default all.
-            config: The settings; says where the token is.
+            containers: The containers whose variables are deleted (`sg.container`); `""` or the name of the job stands
+                for variables outside of all containers. By default all containers.
+            config: The settings, with the place of the token.
 
         Raises:
-            TaskLostError: A task cannot be reached; the others have ended theirs.
+            TaskLostError: A task cannot be reached; the other tasks have deleted their variables.
         """
         named = None if containers is None else list(containers)
         if not isinstance(target, str) or not target or isinstance(containers, str):

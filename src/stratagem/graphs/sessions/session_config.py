@@ -61,7 +61,7 @@ class GPUOptions(_StrictOptions):
             `sg.config.set_memory_growth`, which is when needed.
         per_process_gpu_memory_fraction: The part of each GPU's memory that may be used, above 0 and at most 1.
         visible_device_list: The GPUs of the session, by their numbers among the visible ones: with `"2,0"` the
-            second is the session's `/gpu:0`, and its `/gpu:1` is the first; by default all.
+            GPU 2 is the session's `/gpu:0`, and GPU 0 is its `/gpu:1`; by default all.
     Raises:
         DeviceConfigurationError: There is no setting of that name.
     Example:
@@ -102,15 +102,15 @@ class SessionConfig(_StrictOptions):
 
     Args:
         log_device_placement: Whether to print where each operation runs.
-        allow_soft_placement: Whether what is placed on a device that does not exist runs on the nearest one; by default
-            as `sg.config.set_soft_device_placement` says.
+        allow_soft_placement: Whether operations that are placed on a device that does not exist run on the nearest one;
+            by default the setting of `sg.config.set_soft_device_placement`.
         gpu_options: Which GPUs, and their memory.
-        device_count: For kinds of device how many of them the session uses at most: `{"GPU": 0}` hides all GPUs. More
-            CPUs than there are share the cores, as in TensorFlow.
-        intra_op_parallelism_threads: With how many threads an operation computes; 0 for one per core of its device.
-        inter_op_parallelism_threads: How many devices compute at the same time; 0 for all.
-        isolate_session_state: Whether variables on a cluster are this session's alone, and end with it.
-        token_file: Where the secret of the cluster is, for sessions on one; by default as for `sg.Server`.
+        device_count: The most devices of each kind that the session uses: `{"GPU": 0}` hides all GPUs. With more CPUs
+            than exist, these share the cores, as in TensorFlow.
+        intra_op_parallelism_threads: The number of threads of one operation; 0 for one per core of its device.
+        inter_op_parallelism_threads: The number of devices that compute at the same time; 0 for all.
+        isolate_session_state: Whether this session has its own variables on a cluster, which end with it.
+        token_file: The file with the secret of the cluster, for sessions on a cluster; by default as for `sg.Server`.
     Raises:
         DeviceConfigurationError: There is no setting of that name.
     Example:

@@ -94,7 +94,7 @@ class TaskConnection:
         except OSError as error:
             why = error.strerror or str(error) or "it does not answer"
             raise TaskLostError(
-                f"{name} at {address} cannot be reached: {why}. Start it, as sg.Server does, and make the session anew"
+                f"{name} at {address} cannot be reached: {why}. Start it with sg.Server, then make a new session"
             ) from None
         return cls(name, channel)
 

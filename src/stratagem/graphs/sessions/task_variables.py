@@ -20,7 +20,7 @@ from stratagem.graphs.sessions.partition import GraphPart, frees_of
 from stratagem.graphs.updates import update_path
 
 _MOST_VARIABLES: Final = 10**6
-_RESET = "another program has reset it; make the session anew"
+_RESET = "another program has reset it; make a new session"
 
 
 @final

@@ -60,8 +60,8 @@ class Target:
         """A target over memory that exists, with new memory for what is saved."""
         if number >= MAX_TARGETS:
             raise SharedMemoryError(
-                f"a parameter server has room for {MAX_TARGETS} tables and states of optimizers, this is one more; "
-                f"close strategies that are not needed"
+                f"a parameter server has room for {MAX_TARGETS} tables and states of optimizers, and this one would "
+                f"be too many; close strategies that you no longer need"
             )
         if len(shape) == 1:
             return cls(number, shard, region, dtype, shape, Region.create(shape[0] * dtype.itemsize))

@@ -58,7 +58,7 @@ class ClusterOptions:
         """
         known = [each.name for each in dataclasses.fields(cls)]
         if wrong := next((name for name in options if name not in known), None):
-            raise StrategyError(f"{wrong} goes with num_workers=; a task of a cluster takes {', '.join(known)}")
+            raise StrategyError(f"{wrong} works with num_workers= only; a task of a cluster takes {', '.join(known)}")
         consistency = chosen(consistency)
         if consistency.rate_of is not None:
             consistency = dataclasses.replace(consistency, rate_of=RateTable.of(consistency.rate_of))  # type: ignore[type-var]  # one each

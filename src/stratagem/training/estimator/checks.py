@@ -41,7 +41,10 @@ def accepted(function: Callable[..., Any], what: str, available: Mapping[str, An
         return offered
     for each in parameters:
         if each.name not in available and each.default is each.empty and each.kind is not each.VAR_POSITIONAL:
-            raise EstimatorError(f"{what} may take {', '.join(available)}; it needs an argument {each.name!r}")
+            raise EstimatorError(
+                f"{what} may take the arguments {', '.join(available)}; it also has an argument "
+                f"{each.name!r}, and there is no value for it"
+            )
     return {each.name: offered[each.name] for each in parameters if each.name in offered}
 
 

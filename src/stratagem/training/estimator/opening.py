@@ -152,4 +152,7 @@ def _wait_for_others(strategy: Strategy) -> None:
     try:
         strategy.barrier()
     except ParameterError as error:
-        warn_caller(f"the last checkpoint has what had come by then: {error}", StratagemWarning)
+        warn_caller(
+            f"the last checkpoint may miss updates of other tasks, for which this task could not wait: {error}",
+            StratagemWarning,
+        )

@@ -227,7 +227,7 @@ class WarmStartSettings:
     def __post_init__(self) -> None:
         if not isinstance(self.ckpt_to_initialize_from, str | os.PathLike):
             raise EstimatorError(
-                f"what a model is warm-started from is a checkpoint or a folder with checkpoints, got "
+                f"ckpt_to_initialize_from is a checkpoint or a folder with checkpoints, got "
                 f"{described(self.ckpt_to_initialize_from)}"
             )
         try:

@@ -53,7 +53,7 @@ class OfFunction(Maker):
         if spec.mode != mode:
             raise EstimatorError(
                 f"model_fn was called for mode {str(mode)!r} and returned a spec for {str(spec.mode)!r}; "
-                f"pass the mode on that it is given"
+                f"return a spec for the mode that it is given"
             )
         return TorchModel(spec, strategy)
 

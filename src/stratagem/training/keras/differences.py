@@ -24,7 +24,7 @@ def refuse(model: Any, strategy: Strategy) -> None:
     """
     if model.jit_compile:
         raise StrategyError(
-            f"model {model.name!r} has jit_compile=True, by which torch compiles a whole step, but under a strategy "
+            f"model {model.name!r} has jit_compile=True: torch would compile a whole step, but under a strategy "
             f"replicas exchange gradients and share the optimizer's work inside a step; leave jit_compile out or set "
             f"it to False"
         )
@@ -47,8 +47,8 @@ def refuse_metrics(args: Any, kwargs: Any) -> None:
     for each in keras.tree.flatten((args, kwargs)):
         if isinstance(each, Metric):
             raise StrategyError(
-                f"compile takes metrics of Keras, got sg.metrics.{type(each).__name__}, which is for steps of one's "
-                f"own; write keras.metrics.{type(each).__name__}()"
+                f"compile takes metrics of Keras, got sg.metrics.{type(each).__name__}, which is for custom loops; "
+                f"write keras.metrics.{type(each).__name__}()"
             )
 
 
@@ -61,12 +61,12 @@ def tell(model: Any, strategy: Strategy) -> None:
     losses = [type(each).__name__ for each in keras.tree.flatten(model.loss) if _is_of_whole_batch(each)]
     found = [
         *([f"batch normalization of {_named(norms)} (synchronized=True takes the whole batch)"] if norms else []),
-        *([f"the loss {_named(losses)} (with axis= it is one of each example)"] if losses else []),
+        *([f"the loss {_named(losses)} (with axis= it has one value for each example)"] if losses else []),
     ]
     if found:
         warn_caller(
-            f"model {model.name!r} gives other numbers on {number} replicas than on one device, since each replica "
-            f"computes this of its own part of a batch: {'; '.join(found)}. See {_PAGE}",
+            f"model {model.name!r} gives other numbers on {number} replicas than on one device, because each replica "
+            f"computes the following from its own part of a batch: {'; '.join(found)}. See {_PAGE}",
             UserWarning,
         )
 

@@ -328,7 +328,7 @@ def _require_owner(what: str, original: Callable[..., Any], model: Any, *args: A
         return original(model, *args, **kwargs)
 
 
-_ONE_THREAD = "Keras keeps the state of a loop in its model, so give each thread a model of its own, or let one wait"
+_ONE_THREAD = "Keras keeps the state of a loop in its model; give each thread its own model, or let one thread wait"
 _turns: "weakref.WeakKeyDictionary[Any, Turn]" = weakref.WeakKeyDictionary()
 
 

@@ -107,9 +107,9 @@ def _require_built(metric: Any) -> None:
         return
     if replica.num_replicas_in_sync > 1 or isinstance(replica.strategy, StrategyInWorker):
         raise StrategyError(
-            f"{type(metric).__name__} {metric.name!r} makes its variables in its first update, which was in a step: "
-            f"they would be those of one replica; update it once in the scope, with values of the shapes to come, and "
-            f"call reset_state()"
+            f"{type(metric).__name__} {metric.name!r} makes its variables in its first update, and that was in a "
+            f"step: only one replica would have them; update it once in the scope, with values of the same shapes, "
+            f"and call reset_state()"
         )
 
 
@@ -167,7 +167,7 @@ def _between_runs(original: Callable[..., Any]) -> Callable[..., Any]:
         if replica is not None and replica.num_replicas_in_sync > 1:
             raise StrategyError(
                 f"{type(self).__name__}.reset_state() was called inside replica {replica.replica_id_in_sync_group}, "
-                f"which knows a part only; call it in the main program, outside run()"
+                f"which has only its own part; call it in the main program, outside run()"
             )
         return original(self)
 

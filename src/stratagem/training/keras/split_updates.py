@@ -98,8 +98,8 @@ def _require_built(optimizer: Any, replica: ReplicaContext) -> None:
     if isinstance(replica.strategy, StrategyInWorker) and not optimizer.built:
         kind = type(optimizer).__name__
         raise StrategyError(
-            f"workers that push by themselves share what {kind} keeps, and the step was about to make it for each; "
-            f"build it in the scope: optimizer.build(model.trainable_variables)"
+            f"workers share the state of {kind}, but it was not built before the first step, and each worker would "
+            f"make its own; build it in the scope: optimizer.build(model.trainable_variables)"
         )
 
 

@@ -209,9 +209,10 @@ class StepState:
             if id(each) in differing - self._said:
                 self._said.add(id(each))
                 warn_caller(
-                    f"replicas gave {each.path!r}, an integer variable of a layer, different values in a step, and "
-                    f"that of the first is kept; if it adds something up make it with add_weight(..., "
-                    f"aggregation='sum'), else with aggregation='only_first_replica'",
+                    f"replicas gave {each.path!r}, an integer variable of a layer, different values in a step; the "
+                    f"value of the first replica is kept. If the variable counts something, make it with "
+                    f"add_weight(..., "
+                    f"aggregation='sum'), otherwise with aggregation='only_first_replica'",
                     StratagemWarning,
                 )
 

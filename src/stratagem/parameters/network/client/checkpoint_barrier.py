@@ -45,7 +45,8 @@ def fetch(talk: Talk, plan: ShardPlan, num_optimizers: int) -> StateOfAll:
     for each in asked.values():
         if isinstance(each.error, RetryError):
             raise ClusterTimeoutError(
-                f"no state of all parameter servers of one moment was found in {_NUM_TRIES} tries: {each.error}"
+                f"the states of all parameter servers at one moment could not be read in {_NUM_TRIES} tries: "
+                f"{each.error}"
             )
     raise_first(asked.values())
     return StateOfAll.joined(plan, num_optimizers, [(each.answer, each.received) for each in asked.values()])

@@ -100,7 +100,7 @@ class Connection:
 
     def __init__(self, task: Task, token: Token, pulse: Pulse) -> None:
         if task.address is None:
-            raise ClusterSpecError(f"{task.name} has no address, so that nobody can reach it; give it one")
+            raise ClusterSpecError(f"{task.name} has no address, so other tasks cannot reach it; give it one")
         self.task = task
         self.place = str(task.address)
         self._host, self._port = task.address.host, task.address.port
@@ -260,7 +260,7 @@ class Connection:
             return  # there may be more: the end comes after it
         if self._monitor is not None and self._monitor.poll(0):
             recv_monitor_message(self._monitor)
-            raise EndedError("its connection has ended, and so has its process, or the network between")
+            raise EndedError("its connection has ended: its process has ended, or the network to it is cut")
 
     def fail(self, error: Exception) -> None:
         """Nothing is answered any more."""

@@ -178,9 +178,9 @@ class ParameterClient:
         if others := next((answer["reason"] for answer in answers.values() if answer["reason"]), ""):
             own = len((pacing or Pacing()).members)
             warn_caller(
-                f"the cluster of {self.task.name} has {own} tasks that train, that of the "
-                f"task which defined the variables {others}: each has its part of the data by its own count, so that "
-                f"some examples are used twice or not at all. Give all tasks the same cluster",
+                f"{self.task.name} has a cluster of {own} training tasks, but the task that defined the variables "
+                f"has one of {others}. Each task chooses its part of the data by that number, so some examples are "
+                f"used twice or not at all. Give all tasks the same cluster",
                 StratagemWarning,
             )
         if state is not None and is_new:
@@ -383,7 +383,7 @@ class ParameterClient:
         why = str(error) if isinstance(error, EndedError) else f"{type(error).__name__}: {error}"
         if isinstance(error, ProtocolError):
             why = f"it broke the rules for messages: {error}"
-        gone = "" if self._plan is None else f"; gone are {_named(self._plan, shard)}"
+        gone = "" if self._plan is None else f"; lost are {_named(self._plan, shard)}"
         return ParameterServerLostError(
             f"{connection.task.name} at {connection.place} is lost: {why}{gone}. Start all tasks again: "
             f"all servers come back from the same checkpoint"

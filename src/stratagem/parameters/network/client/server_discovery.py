@@ -51,9 +51,7 @@ def introduce(talk: Talk, connections: Sequence[Connection], introduction: Intro
         range(len(connections)),
         lambda _: PendingReply(FrameKind.ATTACH, introduction.to_body()),
         deadline,
-        lambda shard, error: ClusterJoinError(
-            f"{connections[shard].task} does not take {introduction.task} in: {error}"
-        ),
+        lambda shard, error: ClusterJoinError(f"{connections[shard].task} refuses {introduction.task}: {error}"),
     )
 
 
@@ -104,8 +102,9 @@ def define(
     if new := [name for shard, name in enumerate(names) if shard not in known]:
         old = ", ".join(names[shard] for shard in known)
         raise ParameterServerLostError(
-            f"{', '.join(new)} has been started anew, and {old} still has what it was trained to: together they are no "
-            f"state of the model. Start all tasks again, parameter servers too: all begin with the same checkpoint"
+            f"{', '.join(new)} has been restarted, but {old} still has its trained values: together they are not one "
+            f"state of the model. Start all tasks again, also the parameter servers: then all begin with the same "
+            f"checkpoint"
         )
     return known, False
 

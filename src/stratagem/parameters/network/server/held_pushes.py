@@ -90,7 +90,7 @@ class Holds:
         """A task asks for the state, with these pushes and no others."""
         hold = self._holds.get(request.worker)
         if hold is None:  # this shard may have applied what others have not
-            _ask_again(request, "nothing was held any more when the state was asked for")
+            _ask_again(request, "the pause for the checkpoint was over before the state was asked for")
             return
         hold.up_to, hold.saving = up_to, request
         self._try_again()
@@ -105,7 +105,7 @@ class Holds:
             elif not is_late:
                 continue
             elif hold.saving is not None:
-                _ask_again(hold.saving, "a push that others have applied has not come")
+                _ask_again(hold.saving, "a push that other parameter servers have applied has not come")
             del self._holds[worker]
             self._try_again()
 

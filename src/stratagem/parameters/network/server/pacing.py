@@ -233,8 +233,8 @@ class Pace:
 
     def _never_met(self, missing: Sequence[int]) -> StratagemError:
         return ParameterError(
-            f"strategy.barrier() waits for all tasks that train, and {', '.join(map(name_of, missing))} has neither "
-            f"come there nor pushed for {self._pacing.stall_s:g} s; call it in all tasks, or raise stall_timeout_s"
+            f"strategy.barrier() waits for all training tasks, but {', '.join(map(name_of, missing))} has neither "
+            f"called it nor pushed for {self._pacing.stall_s:g} s; call it in all tasks, or raise stall_timeout_s"
         )
 
     # Updates of several pushes
@@ -286,6 +286,6 @@ class Pace:
         slow = [worker for worker in self._clocks if worker not in self._waiting]
         names = ", ".join(map(name_of, sorted(slow))) or "workers that have not come"
         return ParameterError(
-            f"waited {self._pacing.stall_s:g} s for {names}, which has not pushed; see what it does, raise "
+            f"waited {self._pacing.stall_s:g} s for {names}, which has not pushed; look at what it does, raise "
             f"stall_timeout_s, or use Async()"
         )

@@ -85,7 +85,7 @@ class ParameterServer:
         self.spec = ClusterSpec(cluster)
         self.task = self.spec.task(PS, task_index)
         if self.task.address is None:
-            raise ClusterSpecError(f"{self.task.name} has no address, so that nobody can reach it; give it one")
+            raise ClusterSpecError(f"{self.task.name} has no address, so other tasks cannot reach it; give it one")
         self._address = self.task.address
         self._token = tokens.load(None if token_file is None else os.fspath(token_file))
         self._rhythm = Rhythm(heartbeat_s, num_missed, chosen_timeout_s(heartbeat_timeout_s))
@@ -158,7 +158,7 @@ class ParameterServer:
             if self._desk.error is not None:
                 raise ClusterError(f"{self.task.name} cannot go on with its shard") from self._desk.error
             for _ in range(self._door.answer()):
-                self._refuse(b"", ProtocolError("a stranger has another token"))
+                self._refuse(b"", ProtocolError("an unknown program has another token"))
             self._receive(router)
             while self._answers:
                 session, kind, body, request, tensors = self._answers.popleft()
@@ -266,7 +266,7 @@ class ParameterServer:
         handshake, _ = self._strangers.pop(identity, (None, 0.0))
         if kind != Greeting.PROOF or handshake is None or not compare_digest(content, handshake.proof):
             _try_send(router, identity, frames.greeting(Greeting.REFUSED, bytes(frames.NONCE_BYTES)))
-            raise ProtocolError("a stranger has another token")
+            raise ProtocolError("an unknown program has another token")
         if len(self._sessions) >= _MOST_SESSIONS:
             raise ProtocolError(f"{_MOST_SESSIONS} clients are here already")
         self._sessions[identity] = ClientRecord(
@@ -323,8 +323,8 @@ class ParameterServer:
         first, number = self._num_devices
         if theirs != number:
             return (
-                f"{first} drives {number} devices and {other.task} {theirs}, and data is shared by their number; give "
-                f"all tasks as many, with devices=[...] or CUDA_VISIBLE_DEVICES"
+                f"{first} uses {number} devices and {other.task} uses {theirs}, but the data is divided by that "
+                f"number; give all tasks the same number of devices, with devices=[...] or CUDA_VISIBLE_DEVICES"
             )
         return ""
 
