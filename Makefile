@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak test-keras test-gpu test-busy test-versions test-docs docs docs-serve dist check format bench clean
+.PHONY: help setup demo test soak test-tpu bench-tpu test-keras test-gpu test-busy test-versions test-docs docs docs-serve dist check format bench clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 15
@@ -39,6 +39,30 @@ test: $(READY)  ## Run all tests but those of `soak`
 soak: $(READY)  ## Run what repeats a promise over many parameters; SHARE=2/4 takes a part, MINUTES=5 stops early
 	@$(PYTEST) --soak $(if $(SHARE),--soak-share $(SHARE)) $(if $(MINUTES),--soak-minutes $(MINUTES))
 	@$(if $(SHARE)$(MINUTES),,$(RUN)/python -m tests.keras_own)
+
+# torch_xla needs the torch of its own number, with its CUDA packages: 7 GB, and two minutes.
+TPU_VENV := .venv-tpu
+TPU_READY := $(TPU_VENV)/.ready
+TPU_TORCH := 2.9.0
+ON_XLA := PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 TF_CPP_MIN_LOG_LEVEL=2
+
+$(TPU_READY): pyproject.toml constraints.txt
+	@echo "setting up $(TPU_VENV): 7 GB and a few minutes, once, and again when its requirements change"
+	@$(PYTHON) -m venv --clear $(TPU_VENV)
+	@grep -v '^torch==' constraints.txt > $(TPU_VENV)/constraints.txt
+	@$(TPU_VENV)/bin/pip install -qq --constraint $(TPU_VENV)/constraints.txt torch==$(TPU_TORCH) torch_xla==$(TPU_TORCH) \
+		cloudpickle cryptography numpy pyzmq rich safetensors typer keras pytest pytest-timeout hypothesis matplotlib
+	@$(TPU_VENV)/bin/pip install -qq --no-deps --editable .  # which asks for a newer torch
+	@touch $@
+
+TPU_TESTS := tests/contracts/test_strategies.py tests/contracts/test_keras.py tests/contracts/test_estimator.py \
+	tests/strategies/test_tpu.py tests/strategies/test_tpu_xla.py tests/test_import.py
+
+test-tpu: $(TPU_READY)  ## Run what TPUStrategy promises on four devices of torch_xla, in an environment of its own
+	@$(ON_XLA) $(TPU_VENV)/bin/python -m pytest -q -p no:xdist --timeout 180 $(TPU_TESTS)
+
+bench-tpu: $(TPU_READY)  ## Measure TPUStrategy against torch_xla by hand; part of no other target
+	@$(TPU_VENV)/bin/python -m benchmarks.tpu
 
 test-keras: $(READY)  ## Run Keras' own tests plain and in a scope of two replicas, and compare; part of a whole `soak`
 	@$(RUN)/python -m tests.keras_own
@@ -91,4 +115,4 @@ bench: $(READY)  ## Measure; tables on the screen, figures in benchmarks/results
 	@$(RUN)/python -m benchmarks.strict_devices
 
 clean:  ## Remove what the other targets made
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis benchmarks/results build dist
+	@rm -rf $(VENV) $(TPU_VENV) .mypy_cache .ruff_cache .hypothesis benchmarks/results build dist

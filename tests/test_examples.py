@@ -159,3 +159,9 @@ def test_demo_refuses_an_output_before_it_trains(tmp_path: Path) -> None:
     done = nursery.run([EXAMPLES / "demo.py", "--output", tmp_path / "none" / "demo.png"], 60)
     assert done.returncode == 2
     assert "--output is a .png file in a folder that exists" in done.stderr
+
+
+def test_tpus_train_a_network() -> None:
+    shown = run_example("tpu.py")
+    assert "4 TPUs, 4 replica(s)" in shown
+    assert float(shown.split("test accuracy ")[1].split("%")[0]) > 90

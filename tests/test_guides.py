@@ -22,6 +22,7 @@ ROWS = re.findall(r"^\| `(\w+)`(?: \([^|]*\))? \| ([^|]*) \|", GUIDE, re.MULTILI
         (sg.MultiWorkerMirroredStrategy, "several_machines"),
         (sg.RayCluster, "several_machines"),
         (sg.LocalSGDStrategy, "local_sgd"),
+        (sg.TPUStrategy, "tpu"),
         (sg.estimator.RunConfig, "estimator"),
         (sg.SessionConfig, "graphs_and_sessions"),
     ],

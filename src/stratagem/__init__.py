@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from stratagem.strategies.one_device import get_strategy as get_strategy
     from stratagem.strategies.parameter_server import ParameterServerStrategy as ParameterServerStrategy
     from stratagem.strategies.strategy import Strategy as Strategy
+    from stratagem.strategies.tpu import TPUStrategy as TPUStrategy
     from stratagem.training.average_loss import compute_average_loss as compute_average_loss
     from stratagem.training.average_loss import scale_regularization_loss as scale_regularization_loss
     from stratagem.training.averaging import ExponentialMovingAverage as ExponentialMovingAverage
@@ -112,6 +113,7 @@ _NAMES = {
     "StratagemError": "errors",
     "Strategy": "strategies.strategy",
     "Synchronous": "parameters.consistency",
+    "TPUStrategy": "strategies.tpu",
     "WarmUp": "training.learning_rates",
     "add_n": "graphs.graph",
     "aggregate": "variables.aggregation",

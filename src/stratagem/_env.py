@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 SIMULATE = "STRATAGEM_SIMULATE"
 DEVICES = "STRATAGEM_DEVICES"
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+PJRT_DEVICE = "PJRT_DEVICE"
+CPU_NUM_DEVICES = "CPU_NUM_DEVICES"
 KERAS_BACKEND = "KERAS_BACKEND"
 UNBUFFERED = "PYTHONUNBUFFERED"
 FAULT_HANDLER = "PYTHONFAULTHANDLER"
@@ -34,6 +36,7 @@ TORCHRUN = (
 )
 KUBERNETES = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
 SLURM_PREFIX = "SLURM_"
+TPU_WORKERS = ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID", "CLOUD_TPU_TASK_ID")
 RAY_ADDRESS = "RAY_ADDRESS"
 RAY_AUTH_MODE = "RAY_AUTH_MODE"
 RAY_TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -62,6 +65,24 @@ def devices() -> str | None:
 def cuda_visible_devices() -> str | None:
     """Which GPUs the CUDA driver shows to this process; unset means all, empty means none."""
     return os.environ.get(CUDA_VISIBLE_DEVICES)
+
+
+def pjrt_device() -> str | None:
+    """Which hardware torch_xla computes on, `TPU` or `CPU`; it chooses itself if nobody has said so."""
+    return os.environ.get(PJRT_DEVICE)
+
+
+def quiet_xla() -> None:
+    """Keeps XLA, which is not loaded yet, from warnings; unless somebody has said what it is to tell.
+
+    For each program that it compiles it says that its partitioner has a successor.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def cpu_num_devices() -> str | None:
+    """Into how many devices torch_xla divides the CPU."""
+    return os.environ.get(CPU_NUM_DEVICES)
 
 
 def device_variables() -> tuple[str | None, ...]:
@@ -96,6 +117,11 @@ def slurm() -> dict[str, str]:
 def kubernetes() -> dict[str, str]:
     """What Kubernetes has set."""
     return _those_set(KUBERNETES)
+
+
+def tpu() -> dict[str, str]:
+    """What a TPU VM, or Kubernetes for TPUs, has set about its hosts."""
+    return _those_set(TPU_WORKERS)
 
 
 def ray_address() -> str | None:

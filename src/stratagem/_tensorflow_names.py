@@ -20,7 +20,7 @@ _PLACES: Final = frozenset({"compat", "contrib", "v1", "v2", "experimental", "py
 # What stratagem has under its own name at the top: `sg.distribute.get_strategy` is `sg.get_strategy`.
 _AT_THE_TOP: Final = {
     "distribute": """CentralStorageStrategy InputContext MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy
-        ParameterServerStrategy ReduceOp Server Strategy get_replica_context get_strategy has_strategy
+        ParameterServerStrategy ReduceOp Server Strategy TPUStrategy get_replica_context get_strategy has_strategy
         in_cross_replica_context""",
     "distribute.coordinator": "ClusterCoordinator RemoteValue",
     "distribute.partitioners": "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner",
@@ -69,6 +69,7 @@ SAME: Final = {
     "distribute.cluster_resolver.SimpleClusterResolver": "cluster.SimpleResolver",
     "distribute.cluster_resolver.SlurmClusterResolver": "cluster.SlurmResolver",
     "distribute.cluster_resolver.TFConfigClusterResolver": "cluster.TFConfigResolver",
+    "distribute.cluster_resolver.TPUClusterResolver": "cluster.TPUResolver",
     "distribute.cluster_resolver.UnionResolver": "cluster.UnionResolver",
     "ConfigProto": "SessionConfig",
     "initialize_all_variables": "global_variables_initializer",
@@ -280,10 +281,8 @@ OTHERWISE: Final = {
     "distribute.ReplicaContext": "use sg.get_replica_context()",
     "distribute.RunOptions": "leave it out",
     "distribute.StrategyExtended": "use the methods of the strategy",
-    "distribute.TPUStrategy": "use sg.MirroredStrategy (there are no TPUs)",
     "distribute.ValueContext": "use sg.get_replica_context()",
     "distribute.cluster_resolver.GCEClusterResolver": "use sg.cluster.SimpleResolver with addresses",
-    "distribute.cluster_resolver.TPUClusterResolver": "use sg.cluster.SimpleResolver (there are no TPUs)",
     "distribute.experimental_set_strategy": "write `with strategy.scope():`",
     "function": "leave it out: steps run at once; use torch.compile(model)",
     "keras": _KERAS,
@@ -296,7 +295,7 @@ OTHERWISE: Final = {
     "test.gpu_device_name": "use sg.config.list_logical_devices('GPU')",
     "test.is_built_with_cuda": "use torch.version.cuda",
     "test.is_gpu_available": "use sg.config.list_physical_devices('GPU')",
-    "tpu": "use sg.MirroredStrategy (there are no TPUs)",
+    "tpu": "leave it out: sg.TPUStrategy() finds the TPUs and starts them",
     **{f"train.{name}": advice for name, advice in _TRAINING.items()},
 }
 """Names of TensorFlow's that mean nothing here, and what to write instead."""

@@ -15,6 +15,7 @@ import inspect
 import logging
 import operator
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -41,6 +42,11 @@ __all__ = ["BatchNorm", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "pi
 
 _any_torch: Final[Any] = torch  # whose annotations leave some of these out
 
+if torch.__version__.startswith("2.9."):  # which warns, once, of the setting that it has itself by default
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.get_float32_matmul_precision()
+
 # Tensors
 
 requires_grad_of: Final[Callable[[Any], bool]] = operator.attrgetter("requires_grad")
@@ -53,6 +59,12 @@ base_of: Final[Callable[[Any], torch.Tensor | None]] = operator.attrgetter("_bas
 
 is_view: Final[Callable[[torch.Tensor], bool]] = torch.Tensor._is_view
 """Whether autograd knows a tensor as a view of another."""
+
+
+def own_tensors(module: Any) -> tuple[torch.Tensor | None, ...]:
+    """The parameters and buffers of a module itself; `None` where it has left one out."""
+    return (*module._parameters.values(), *module._buffers.values())
+
 
 sparse_values: Final[Callable[[torch.Tensor], torch.Tensor]] = _any_torch.Tensor._values
 """The values of a sparse COO tensor, coalesced or not; `values()` refuses the latter."""
@@ -204,6 +216,12 @@ def set_program_hooks(tensor: torch.Tensor, hooks: tuple[list[Any], list[Any]] |
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     for hook in after:
         tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def drop_hooks(tensor: Any) -> None:
+    """Takes all hooks off a tensor, and what torch keeps for more."""
+    tensor._backward_hooks = None
+    tensor._post_accumulate_grad_hooks = None
 
 
 def take_hooks(parameter: torch.Tensor) -> TensorHooks | None:
@@ -457,6 +475,11 @@ def default_device_mode() -> Any:
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
+def functions_with_device() -> frozenset[Any]:
+    """The functions of torch that make a tensor on a device that they are told."""
+    return frozenset(importlib.import_module("torch.utils._device")._device_constructors())
+
+
 python_dispatcher: Final = enable_python_dispatcher
 """A block in which operations that torch has in Python too run in Python, which takes symbolic sizes."""
 
@@ -617,7 +640,7 @@ def _slot() -> torch.device:
 def take_private_slot(name: str, module: Any) -> None:
     """Makes a module the backend in torch's private slot, for the life of this process."""
     registration = importlib.import_module("torch.utils.backend_registration")
-    registration._setup_privateuseone_for_python_backend(name, backend_module=module, device_guard=_PrivateGuard())
+    registration._setup_privateuseone_for_python_backend(name, backend_module=module, device_guard=_new_private_guard())
     importlib.import_module("torch.utils._device")._device_constructors()  # cached: some are about to be replaced
 
 
@@ -653,7 +676,7 @@ _raise_what_is_under_way: Final[Callable[[], object]] = ctypes.PYFUNCTYPE(ctypes
 """Raises the error that C++ has not yet turned into one of its own, if there is one."""
 
 
-class _PrivateGuard(torch._C._acc.DeviceGuard):
+def _new_private_guard() -> Any:
     """What torch asks about the devices of the private slot: only their type, and that often.
 
     It also asks while an error of a hook or a kernel leaves a node of autograd. A call that succeeds while an error is
@@ -661,12 +684,15 @@ class _PrivateGuard(torch._C._acc.DeviceGuard):
     says that there was one and does not know which, and who has called the engine puts it back.
     """
 
-    def type_(self) -> Any:
-        try:
-            _raise_what_is_under_way()
-        except BaseException as error:
-            _set_aside.error = error
-        return _PRIVATE_TYPE
+    class PrivateGuard(torch._C._acc.DeviceGuard):
+        def type_(self) -> Any:
+            try:
+                _raise_what_is_under_way()
+            except BaseException as error:
+                _set_aside.error = error
+            return _PRIVATE_TYPE
+
+    return PrivateGuard()
 
 
 _PRIVATE_TYPE: Final[Any] = _any_torch._C._autograd.DeviceType.PrivateUse1

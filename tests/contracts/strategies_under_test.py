@@ -7,6 +7,7 @@ program: a second pytest runs the same tests as the second worker, in step with 
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import socket
@@ -90,7 +91,7 @@ CPU_ROWS: dict[str, MakeStrategy] = {
 }
 
 
-def strict(make: MakeStrategy) -> MakeStrategy:
+def strict(make: MakeStrategy, kind: str = "GPU", count: int = 4) -> MakeStrategy:
     """A strategy on strict devices, which a process keeps for life; see `test_strict_devices`.
 
     On real ones if the suite was started for them; see `tests/hardware`.
@@ -99,7 +100,7 @@ def strict(make: MakeStrategy) -> MakeStrategy:
     @contextlib.contextmanager
     def opened(request: pytest.FixtureRequest, folder: Path) -> Iterator[sg.Strategy]:
         if not target.IS_REAL:
-            sg.config.simulate_devices("GPU", 4, strict=True)
+            sg.config.simulate_devices(kind, count, strict=True)
         with make(request, folder) as strategy:
             with strategy.scope():
                 weight = torch.nn.Parameter(torch.zeros(1))
@@ -120,20 +121,43 @@ STRICT_ROWS: dict[str, MakeStrategy] = {
     "strict parameter server 2": strict(
         alone(lambda: sg.ParameterServerStrategy(devices=GPUS, consistency=sg.Synchronous()))
     ),
+    "strict tpu 2": strict(alone(sg.TPUStrategy), "TPU", 2),
     "strict 2 workers of 1": strict(workers(1, kind=target.KIND.lower())),
     "strict 2 workers of 2": strict(workers(2, kind=target.KIND.lower())),
 }
+if target.IS_REAL and target.KIND != "TPU":
+    del STRICT_ROWS["strict tpu 2"]
 ROWS = CPU_ROWS
+# Where torch_xla computes: `make test-tpu`.
+TPU_ROWS: dict[str, MakeStrategy] = {"tpu 4": alone(sg.TPUStrategy)}
+ON_XLA = os.environ.get("PJRT_DEVICE") == "CPU" and importlib.util.find_spec("torch_xla") is not None
 if STRICT in os.environ:
     ROWS = {name: make for name, make in STRICT_ROWS.items() if name == os.environ[STRICT]}
+if ON_XLA:
+    ROWS = TPU_ROWS
 # One row of each kind, for suites on top of what the whole suite of strategies has shown.
 FEWER_ROWS = ("one device", "mirrored 2", "central storage 3", "local sgd 2", "2 workers of 2")
-if STRICT in os.environ:
+if STRICT in os.environ or ON_XLA:
     FEWER_ROWS = tuple(ROWS)
+# A step sees the global batch, and all devices compute it together.
+ONE_PROGRAM = tuple(TPU_ROWS)
 # Every replica has variables of its own.
-PRIVATE = ("mirrored 2 torch", "mirrored 2 to one", "local sgd 2", "local sgd, 2 workers of 1", *list(STRICT_ROWS)[1:])
+PRIVATE = (
+    "mirrored 2 torch",
+    "mirrored 2 to one",
+    "local sgd 2",
+    "local sgd, 2 workers of 1",
+    *ONE_PROGRAM,
+    *list(STRICT_ROWS)[1:],
+)
 # Gradients travel by torch.distributed.
-CONNECTED = ("mirrored 2 torch", "strict mirrored 2", "strict central storage 2", "strict parameter server 2")
+CONNECTED = (
+    "mirrored 2 torch",
+    "strict mirrored 2",
+    "strict central storage 2",
+    "strict parameter server 2",
+    "strict tpu 2",
+)
 # Every replica trains alone and agrees on weights after each step: equal while updates are linear in their gradients.
 LOCAL = ("local sgd 2", "local sgd, 2 workers of 1", "strict local sgd 2")
 # A run that fails in one worker ends the strategy in all.

@@ -34,7 +34,7 @@ def test_every_kind_answers_on_any_machine(inventory: Inventory, kind: str) -> N
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [("TPU", "through torch_tpu, which this program has not loaded"), ("HPU", "through habana_frameworks")],
+    [("TPU", "through torch_tpu or torch_xla, and neither is installed"), ("HPU", "through habana_frameworks")],
 )
 def test_missing_package_is_named(inventory: Inventory, kind: str, why: str) -> None:
     if inventory.physical(kind):

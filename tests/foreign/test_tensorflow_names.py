@@ -61,8 +61,8 @@ def test_where_tensorflow_keeps_a_name_does_not_matter() -> None:
     assert sg.distribute.experimental.MultiWorkerMirroredStrategy is sg.MultiWorkerMirroredStrategy
     assert sg.python.client.device_lib.list_local_devices is sg.config.list_logical_devices
     assert sg.compat.v1.train.Server is sg.Server
-    with pytest.raises(UnknownNameError, match=r"use sg\.MirroredStrategy"):
-        sg.TPUStrategy  # noqa: B018  # as `tf.distribute.TPUStrategy`
+    with pytest.raises(UnknownNameError, match=r"use sg\.get_replica_context"):
+        sg.ValueContext  # noqa: B018  # as `tf.distribute.ValueContext`
     with pytest.raises(UnknownNameError, match="leave cross_device_ops out"):
         sg.MirroredStrategy(cross_device_ops=sg.NcclAllReduce(num_packs=2))
 

@@ -119,8 +119,7 @@ def test_tracker_gives_each_object_once() -> None:
 
 
 def described(named: dict[int, Any]) -> Any:
-    names = {id(obj): name for name, obj in named.items()}
-    return state_diff.snapshot(named, lambda obj: names.get(id(obj)))
+    return state_diff.snapshot(named, {id(obj): name for name, obj in named.items()})
 
 
 def passed_on(change: Any, objects: list[Any], others: list[Any]) -> None:

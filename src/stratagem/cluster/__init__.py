@@ -12,6 +12,7 @@ from stratagem.cluster.resolvers.simple import SimpleResolver, UnionResolver
 from stratagem.cluster.resolvers.slurm import SlurmResolver
 from stratagem.cluster.resolvers.tf_config import TFConfigResolver
 from stratagem.cluster.resolvers.torchrun import TorchrunResolver
+from stratagem.cluster.resolvers.tpu_hosts import TPUResolver
 from stratagem.cluster.server import Server
 from stratagem.cluster.spec import ClusterSpec, Task
 
@@ -26,6 +27,7 @@ __all__ = [
     "SimpleResolver",
     "SlurmResolver",
     "TFConfigResolver",
+    "TPUResolver",
     "Task",
     "TaskLost",
     "TorchrunResolver",

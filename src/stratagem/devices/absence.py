@@ -9,7 +9,8 @@ import torch
 from stratagem import _env
 from stratagem.devices import kind_table, masks
 from stratagem.devices.host import Host
-from stratagem.devices.kind_table import GPU
+from stratagem.devices.kind_table import GPU, TPU
+from stratagem.devices.vendors import tpu_libraries
 
 
 def why_none(kind: str, host: Host) -> str:
@@ -18,7 +19,9 @@ def why_none(kind: str, host: Host) -> str:
     if kind == GPU:
         reasons = visibility_notes(host)
     row = kind_table.row_of(kind)
-    if row.package is not None and not row.is_built():
+    if kind == TPU:
+        reasons.append(tpu_libraries.why_none(host))
+    elif row.package is not None and not row.is_built():
         reasons.append(f"torch sees a {kind} through {row.package}, which this program has not loaded")
     elif kind_table.is_cpu_build():
         in_the_box = f" although this machine has {host.num_nvidia_gpus()} NVIDIA GPU(s)" if _has_nvidia(host) else ""

@@ -1,4 +1,4 @@
-"""Reads what this machine is and what this process holds: cores, memory, NVIDIA hardware.
+"""Reads what this machine is and what this process holds: cores, memory, NVIDIA GPUs, TPUs.
 
 Respects what the process may use, not what the box has: its core affinity and the limits of its
 control groups (containers, Slurm, Kubernetes). Does not change anything.
@@ -11,6 +11,9 @@ import re
 from pathlib import Path
 
 from stratagem.errors import DeviceError
+
+_GOOGLE = "0x1ae0"
+_TPUS = ("0x0027", "0x005e", "0x0063", "0x006f", "0x0076")  # v2 and v3, v4, v5e and v5p, v6e, v7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +82,13 @@ class Host:
         """What the CPU's maker calls it."""
         match = re.search(r"^model name\s*:\s*(.+)$", _text(self.root / "proc/cpuinfo"), re.MULTILINE)
         return match[1].strip() if match else platform.processor() or platform.machine()
+
+    def num_tpu_chips(self) -> int:
+        """TPU chips on the PCI bus, whatever torch finds of them."""
+        folders = (self.root / "sys/bus/pci/devices").glob("*")
+        return sum(
+            _text(each / "vendor").strip() == _GOOGLE and _text(each / "device").strip() in _TPUS for each in folders
+        )
 
     def num_nvidia_gpus(self) -> int | None:
         """GPUs that the NVIDIA driver serves, hidden ones too; `None` without that driver."""

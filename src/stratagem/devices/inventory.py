@@ -25,6 +25,7 @@ from stratagem.devices.lookup import DeviceLike
 from stratagem.devices.requested import DeviceRequest
 from stratagem.devices.simulated import Simulation
 from stratagem.devices.strict import backend
+from stratagem.devices.vendors import torch_xla
 from stratagem.errors import (
     DeviceConfigurationError,
     DeviceNotFoundError,
@@ -220,21 +221,29 @@ class Inventory:
         if isinstance(device, PhysicalDevice):
             raise DeviceTypeError(f"{device!r} is a physical device; name a logical one such as 'cpu:0'")
         spec = lookup.local_spec(device)
-        return lookup.find(device, spec, self.logical(spec.device_type), "logical", self._why_none(spec.device_type))
+        why_none = self._why_none(spec.device_type)
+        found = lookup.find(device, spec, self.logical(spec.device_type), "logical", why_none)
+        if torch_xla.has(found.torch_device):
+            torch_xla.load()
+        return found
+
+    def best(self) -> tuple[LogicalDevice, ...]:
+        """All devices of the best kind: accelerators before the CPU."""
+        return tuple(next(filter(None, map(self.logical, kind_table.by_preference()))))
 
     def select(self, devices: Sequence[DeviceLike] | None = None) -> tuple[LogicalDevice, ...]:
-        """The devices of a list of names, or all of the best kind: accelerators before the CPU."""
+        """The devices of a list of names, or all of the best kind, for replicas that compute by themselves."""
         if devices is None:
-            return tuple(next(filter(None, map(self.logical, kind_table.by_preference()))))
+            return _by_themselves(self.best())
         if isinstance(devices, str) or not isinstance(devices, Sequence):
             raise DeviceTypeError(f"devices must be a list of device names such as ['cpu:0'], got {devices!r}")
         chosen = tuple(map(self.resolve, devices))
         if not chosen:
             raise DeviceConfigurationError(
-                f"devices must not be empty; leave it out to use all {len(self.select())} devices"
+                f"devices must not be empty; leave it out to use all {len(self.best())} devices"
             )
         lookup.refuse_twins(chosen)
-        return chosen
+        return _by_themselves(chosen)
 
     def find_physical(self, device: DeviceLike) -> PhysicalDevice:
         """The physical device of that name, in any spelling."""
@@ -394,6 +403,16 @@ class Inventory:
                 f"memory growth is a setting of GPUs, got {physical.name}; memory of a CPU always grows when needed"
             )
         return physical
+
+
+def _by_themselves(devices: tuple[LogicalDevice, ...]) -> tuple[LogicalDevice, ...]:
+    """Refuses devices that compute only together."""
+    if joint := [device.name for device in devices if torch_xla.has(device.torch_device)]:
+        raise DeviceConfigurationError(
+            f"devices of torch_xla compute one program together and cannot have replicas of their own, got "
+            f"{', '.join(joint)}; use sg.TPUStrategy(), or name other devices, such as ['cpu:0']"
+        )
+    return devices
 
 
 def _contradiction(call: str, request: DeviceRequest, what: str) -> DeviceConfigurationError:

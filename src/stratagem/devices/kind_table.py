@@ -16,7 +16,7 @@ from stratagem.devices import process_groups
 from stratagem.devices.accelerators import Accelerator
 from stratagem.devices.process_groups import GroupBackend
 from stratagem.devices.strict.slot import HELD
-from stratagem.devices.vendors import cuda, gaudi, metal, out_of_tree, torch_tpu, xpu
+from stratagem.devices.vendors import cuda, gaudi, metal, out_of_tree, torch_tpu, tpu_libraries, xpu
 
 CPU, GPU, TPU, XPU, HPU, MPS = "CPU", "GPU", "TPU", "XPU", "HPU", "MPS"
 
@@ -74,9 +74,9 @@ _TABLE: Final = (
         name=TPU,
         spellings=("tpu",),
         torch_type="tpu",
-        accelerator=torch_tpu.accelerator,
-        is_built=torch_tpu.is_built,
-        package="torch_tpu",
+        accelerator=tpu_libraries.accelerator,
+        is_built=tpu_libraries.is_built,
+        package="torch_tpu or torch_xla",
         group=torch_tpu.TPU_DIST,
         tensor_method="tpu",
         streams=False,

@@ -174,7 +174,7 @@ class Distribution:
         own.copies.forget_state()
 
     def _described(self, objects: Mapping[int, Any]) -> state_diff.Snapshot:
-        return state_diff.snapshot({name: obj for name, obj in objects.items() if name}, self.registry.reference)
+        return state_diff.snapshot({name: obj for name, obj in objects.items() if name}, self.registry.names_by_id)
 
     def reference_in_run(self, obj: Any, given: Callable[[], GivenTensors]) -> int | None:
         """The name of an object that a function mentions; refuses what was made elsewhere and can be trained.

@@ -337,7 +337,7 @@ class _Preparation:
 
     def delivery(self, roots: Sequence[Any]) -> Delivery:
         nodes, classes = self._captured.distributed()
-        self._todo += classes | {type(node.get()) for node in nodes if isinstance(node.kind, kinds.Module)}
+        self._todo += classes | {type(obj) for node in nodes if (obj := node.get()) is not None}
         for node in nodes:
             self._find_changes(node)
         generators: list[torch.Generator] = []

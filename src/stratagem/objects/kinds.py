@@ -9,6 +9,7 @@ import collections
 import copyreg
 import enum
 import functools
+import itertools
 import sys
 import types
 import zlib
@@ -298,6 +299,18 @@ class _OthersModule(Kind):
             if isinstance(obj, torch.nn.Module)
             else {}
         )
+
+    def identities(self, obj: Any) -> tuple[int, ...] | None:
+        members = getattr(obj, "__dict__", _NOTHING)
+        if any(map(members.get, _torch.MODULE_HOOKS)):
+            return None
+        lists = [each for each in members.values() if type(each) is list]
+        inside = itertools.chain.from_iterable(lists)
+        return *map(id, members), *map(id, members.values()), *map(len, lists), *map(id, inside)
+
+    def used(self, obj: Any) -> Iterable[Any]:
+        members = self.read(obj)
+        return *members, *(each for value in members.values() for each in (value if type(value) is list else (value,)))
 
     def tokens(self, obj: Any, token: Callable[[Any], Token]) -> dict[Any, Token]:
         return {key: token(tuple(value) if type(value) is list else value) for key, value in self.read(obj).items()}

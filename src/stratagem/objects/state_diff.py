@@ -7,8 +7,9 @@ autocast and the like, which a replica must have as the main program has them.
 
 import contextlib
 import functools
+import itertools
 import os
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +32,14 @@ class _OfModule(NamedTuple):
     held: tuple[dict[str, int | None], ...] | None = None
 
 
-def snapshot(named: dict[int, Any], name_of: Callable[[Any], int | None]) -> Snapshot:
+def snapshot(named: dict[int, Any], names: Mapping[int, int]) -> Snapshot:
     """The plain values of some objects, and which objects stand in which, by name.
 
     Args:
         named: The objects.
-        name_of: The name of any distributed object.
+        names: Those of all distributed objects, by `id`.
     """
-    return {name: _values(obj, name_of) for name, obj in named.items()}
+    return {name: _values(obj, names) for name, obj in named.items()}
 
 
 def sent_with_tensors(named: dict[int, torch.Tensor]) -> Snapshot:
@@ -73,18 +74,18 @@ def unknown_parts(objects: Iterable[Any], known: Container[Any]) -> list[Any]:
     ]
 
 
-def _values(obj: Any, name_of: Callable[[Any], int | None]) -> Any:
+def _values(obj: Any, names: Mapping[int, int]) -> Any:
     if isinstance(obj, torch.Tensor):
         own_hooks = _torch.program_hooks(obj)
         return obj.requires_grad if own_hooks is None else (obj.requires_grad, own_hooks)
     if isinstance(obj, torch.nn.Module):
         members = obj.__dict__
-        held = tuple([_named_parts(members[kind], name_of) for kind in _torch.MODULE_PARTS])
+        held = tuple([_named_parts(members[kind], names) for kind in _torch.MODULE_PARTS])
         return _OfModule(type(obj).__qualname__, members.get("training"), held)
     if isinstance(obj, torch.optim.Optimizer):
         return [
             (
-                [_NO_NAME if name is None else name for name in map(name_of, group["params"])],
+                list(map(names.get, map(id, group["params"]), itertools.repeat(_NO_NAME))),
                 {key: _own(value) for key, value in group.items() if key != "params"},
             )
             for group in obj.param_groups
@@ -94,9 +95,8 @@ def _values(obj: Any, name_of: Callable[[Any], int | None]) -> Any:
     return None
 
 
-def _named_parts(parts: dict[str, Any], name_of: Callable[[Any], int | None]) -> dict[str, int | None]:
-    named = {key: None if part is None else name_of(part) for key, part in parts.items()}
-    return {key: _NO_NAME if name is None and parts[key] is not None else name for key, name in named.items()}
+def _named_parts(parts: dict[str, Any], names: Mapping[int, int]) -> dict[str, int | None]:
+    return {key: None if part is None else names.get(id(part), _NO_NAME) for key, part in parts.items()}
 
 
 def _changed(before: _OfModule | None, now: _OfModule) -> _OfModule:

@@ -6,7 +6,7 @@ is told to the children, which drop theirs. In a child it holds that child's own
 
 import types
 import weakref
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, final
 
 import torch
@@ -102,6 +102,11 @@ class Registry:
         """The objects of these names that still exist, by name; by default all."""
         found = {name: self.resolve(name) for name in list(self._objects if names is None else names)}
         return {name: obj for name, obj in found.items() if obj is not None}
+
+    @property
+    def names_by_id(self) -> Mapping[int, int]:
+        """The names of all objects by their `id`."""
+        return self._names
 
     def without_name(self, objects: Iterable[Any]) -> list[Any]:
         """Those of some objects that are not in it."""

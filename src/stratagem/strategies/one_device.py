@@ -25,7 +25,7 @@ from stratagem.placement.residence import Tenant
 from stratagem.strategies.strategy import Strategy
 
 
-class _Alone(Strategy):
+class SingleReplica(Strategy):
     """What strategies with a single replica in this process have in common."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class _Alone(Strategy):
 
 
 @final
-class OneDeviceStrategy(_Alone):
+class OneDeviceStrategy(SingleReplica):
     """Puts all variables and all computation on one device.
 
     A program that runs with it runs with every other strategy, with equal results.
@@ -97,7 +97,7 @@ class OneDeviceStrategy(_Alone):
     def __init__(self, device: DeviceLike = "cpu:0") -> None:
         context.require_controller("OneDeviceStrategy()")
         super().__init__()
-        self._device = this_process().resolve(device)
+        (self._device,) = this_process().select([device])
         self._started = contextlib.ExitStack()
         self._started.enter_context(hosting(self._device))
         self._started.callback(self._tenant.end)
@@ -142,12 +142,12 @@ class OneDeviceStrategy(_Alone):
 
 
 @final
-class DefaultStrategy(_Alone):
+class DefaultStrategy(SingleReplica):
     """The strategy outside any scope: everything is as without one."""
 
     @property
     def devices(self) -> tuple[LogicalDevice, ...]:
-        return this_process().select()[:1]
+        return this_process().best()[:1]
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Self]:

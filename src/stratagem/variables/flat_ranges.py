@@ -79,7 +79,8 @@ class FlatRange:
         self._counts: list[torch.Tensor] = []  # what every parameter has for itself, such as its number of steps
         self._sum_of = sum_of
         self._numbers = [part.number for part in parts]
-        self._expected: list[tuple[int, tuple[int, ...]]] = []  # where gradients are expected, and their strides
+        # Where gradients are expected, and their strides.
+        self._expected: tuple[list[int], list[tuple[int, ...]]] | None = None
         self._differs = False
         if len(parts) > 1:
             self._join_state(slots)
@@ -109,17 +110,20 @@ class FlatRange:
             return False
         if not self._finds_gradients():
             return False
-        if set(map(_layout, gradients)) != {torch.strided} or list(map(_where, gradients)) != self._expected:
+        if set(map(_layout, gradients)) != {torch.strided}:
+            return False
+        if (list(map(_address, gradients)), list(map(_stride, gradients))) != self._expected:
             return False
         self._differs = self._differs and any(bool((each != each[0]).any()) for each in self._counts)
         return not self._differs
 
     def _finds_gradients(self) -> bool:
-        if not self._expected and (flat := self._sum_of(self._store)) is not None:
+        if self._expected is None and (flat := self._sum_of(self._store)) is not None:
             self.tensor.grad = flat[self._start : self._end]
             start, itemsize = flat.data_ptr(), flat.dtype.itemsize
-            self._expected = [(start + each.placement.offset * itemsize, each.placement.stride) for each in self.parts]
-        return bool(self._expected)
+            addresses = [start + each.placement.offset * itemsize for each in self.parts]
+            self._expected = addresses, [each.placement.stride for each in self.parts]
+        return self._expected is not None
 
     def note_update(self) -> None:
         """After an update of all: every parameter has the counts of the first."""
@@ -163,7 +167,4 @@ def _is_next_cell(one: SlotCell, other: SlotCell, distance: int, slots: Slots) -
 
 
 _layout = operator.attrgetter("layout")
-
-
-def _where(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
-    return tensor.data_ptr(), tensor.stride()
+_address, _stride = torch.Tensor.data_ptr, torch.Tensor.stride

@@ -124,11 +124,12 @@ class Ledger:
         """Whether any of some tensors is a parameter of it."""
         return any(self._name_of(each) is not None for each in tensors)
 
-    def parameters(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def parameters(self) -> Iterable[tuple[int, torch.Tensor]]:
         """The parameters that still exist, by name."""
-        for name, parameter in zip(self._parameters, map(call, self._parameters.values()), strict=True):
-            if parameter is not None:
-                yield name, parameter
+        found: dict[int, Any] = dict(zip(self._parameters, map(call, self._parameters.values()), strict=True))
+        if type(None) in set(map(type, found.values())):
+            found = {name: each for name, each in found.items() if each is not None}
+        return found.items()
 
     def labelled(self) -> list[tuple[str, torch.Tensor | None]]:
         """All parameters with their labels, in one order for all replicas; `None` for those that are gone."""

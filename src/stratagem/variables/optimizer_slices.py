@@ -59,6 +59,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
+_values = operator.methodcaller("values")
+
+
 @final
 class StateMark:
     """What the state of an optimizer consists of, to find out whether the program has changed it.
@@ -71,7 +74,7 @@ class StateMark:
     def __init__(self, optimizer: torch.optim.Optimizer, *, versions: bool) -> None:
         state = optimizer.state
         self._ids = [id(state), *map(id, state)]
-        self._held = list(itertools.chain.from_iterable(own.values() for own in state.values()))
+        self._held = list(itertools.chain.from_iterable(map(_values, state.values())))
         tensors = [each for each in self._held if isinstance(each, torch.Tensor)] if versions else []
         self._versions = list(map(_torch.version_of, tensors)) if versions else None
 

@@ -413,3 +413,40 @@ def test_batch_script_and_single_pod_run_alone(environment: Any) -> None:
     assert found.resolver is None
     assert "Slurm's variables: inside a job, but not started by srun" in found.explain()
     assert "Kubernetes' variables: in a pod, but STRATAGEM_NUM_TASKS is not set" in found.explain()
+
+
+def test_hosts_of_a_tpu_are_workers(environment: Any) -> None:
+    environment(TPU_WORKER_HOSTNAMES="t-0, t-1,t-2", TPU_WORKER_ID="1")
+    found = sg.cluster.TPUResolver()
+    assert found.cluster_spec().as_dict() == {"worker": ["t-0:8476", "t-1:8476", "t-2:8476"]}
+    assert (found.task_type, found.task_id, found.master()) == ("worker", 1, "stratagem://t-1:8476")
+    assert sg.cluster.TPUResolver("local", port=9000).cluster_spec().task_address("worker", 2) == "t-2:9000"
+
+
+@pytest.mark.parametrize("variables", [{}, {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}])
+def test_one_host_of_a_tpu_is_no_cluster(environment: Any, variables: dict[str, str]) -> None:
+    environment(**variables)
+    found = sg.cluster.TPUResolver("")
+    assert not found.cluster_spec()
+    assert (found.task_type, found.master()) == (None, "")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID is not set"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "x"}, "TPU_WORKER_ID='x' is not a whole number from 0 up"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "CLOUD_TPU_TASK_ID": "2"}, "CLOUD_TPU_TASK_ID=2, but .* has 2 hosts"),
+        ({"TPU_WORKER_HOSTNAMES": "a,,b", "TPU_WORKER_ID": "0"}, "is a list of different host names"),
+        ({"TPU_WORKER_HOSTNAMES": "a,a", "TPU_WORKER_ID": "0"}, "is a list of different host names"),
+    ],
+)
+def test_wrong_variables_of_a_tpu_are_named(environment: Any, variables: dict[str, str], message: str) -> None:
+    environment(**variables)
+    with pytest.raises(EnvironmentVariableError, match=message):
+        sg.cluster.TPUResolver()
+
+
+def test_tpu_elsewhere_is_refused(environment: Any) -> None:
+    with pytest.raises(ClusterSpecError, match="a program runs on the hosts of its TPU, got 'my-tpu'"):
+        sg.cluster.TPUResolver("my-tpu")

@@ -1,0 +1,97 @@
+"""What a step in the steady state costs, counted and not timed: so that no work for each tensor creeps back.
+
+A run of which nothing has changed sends each child one small message and is answered by one; what the library does in
+Python does not grow with the number of layers.
+"""
+
+import collections
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import stratagem as sg
+from stratagem.processes.pipe import Wire
+
+_SMALL_BYTES = 2048
+_LEEWAY = 32  # a longer range is summed and updated by a few calls more
+OPTIMIZERS = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+
+class Counted:
+    """What one run did in the main program."""
+
+    def __init__(self) -> None:
+        self.calls: collections.Counter[str] = collections.Counter()
+        self.sent: list[int] = []
+        self.num_received = 0
+
+    def note(self, frame: FrameType, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and "/stratagem/" in file and "/tests/" not in file:
+            self.calls[f"{file.rpartition('/stratagem/')[2]}:{frame.f_code.co_name}"] += 1
+
+
+def count(monkeypatch: pytest.MonkeyPatch, num_layers: int, make_optimizer: Any) -> Counted:
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers)))
+            optimizer = make_optimizer(model.parameters())
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        batch = torch.randn(16, 8), torch.randint(8, (16,))
+        batches = iter(strategy.distribute([batch] * 8))
+        for _ in range(7):
+            strategy.run(step, args=next(batches))
+        last, counted = next(batches), Counted()
+        send, receive = Wire.send_packed, Wire.receive
+
+        def noting_send(self: Wire, packed: Any) -> None:
+            counted.sent.append(len(packed.data) + sum(map(len, packed.buffers)))
+            send(self, packed)
+
+        def noting_receive(self: Wire) -> Any:
+            counted.num_received += 1
+            return receive(self)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Wire, "send_packed", noting_send)
+            patched.setattr(Wire, "receive", noting_receive)
+            before = sys.getprofile()
+            sys.setprofile(counted.note)
+            try:
+                strategy.run(step, args=last)
+            finally:
+                sys.setprofile(before)
+    return counted
+
+
+@pytest.fixture(autouse=True)
+def _two_devices() -> None:
+    sg.config.set_logical_device_configuration("cpu:0", [sg.config.LogicalDeviceConfiguration()] * 2)
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_steady_step_sends_one_small_message_and_does_nothing_for_each_tensor(
+    monkeypatch: pytest.MonkeyPatch, make_optimizer: Any
+) -> None:
+    few, many = (count(monkeypatch, number, make_optimizer) for number in (20, 60))
+    for each in (few, many):
+        assert len(each.sent) == 1
+        assert each.sent[0] < _SMALL_BYTES
+        assert each.num_received == 1
+    more = {name: number - few.calls[name] for name, number in many.calls.items() if number > few.calls[name]}
+    assert sum(more.values()) <= _LEEWAY, more
+    assert many.calls.total() < 1300
