@@ -356,7 +356,45 @@ def set_compiling(flag: bool) -> bool:
     return before
 
 
+def step_of_adagrad(bare: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of Adagrad that makes the state of tensors that have none; since torch 2.12 it does so itself."""
+    if torch.__version__ >= "2.12":
+        return bare
+
+    def step(optimizer: torch.optim.Optimizer, *args: Any) -> Any:
+        first = optimizer.defaults["initial_accumulator_value"]
+        for group in optimizer.param_groups:
+            dtype = _optimizers._get_scalar_dtype(is_fused=group["fused"])  # type: ignore[no-untyped-call]
+            for each in group["params"]:
+                if each.grad is not None and not (state := optimizer.state[each]):
+                    state["step"] = torch.zeros((), dtype=dtype, device=each.device if group["fused"] else "cpu")
+                    state["sum"] = torch.full_like(each, complex(first, first) if each.is_complex() else first)
+        return bare(optimizer, *args)
+
+    return step
+
+
 # Autograd
+
+
+def _shown_to_modes(original: Callable[..., None]) -> Callable[..., None]:
+    """`torch.autograd.backward` as a function that a `TorchFunctionMode` sees; since torch 2.11 it is one."""
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        asked = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        if torch.overrides.has_torch_function(asked):
+            torch.overrides.handle_torch_function(backward, asked, tensors, *args, **kwargs)
+        else:
+            original(tensors, *args, **kwargs)
+
+    return backward
+
+
+# Here, so that it is what strategies wrap, whichever of them or of placement comes first.
+if torch.__version__ < "2.11":
+    _any_torch.autograd.backward = _shown_to_modes(torch.autograd.backward)
+
 
 current_autograd_node: Final[Callable[[], Any]] = _any_torch._C._current_autograd_node
 """The node whose backward this thread runs; `None` outside a backward pass."""

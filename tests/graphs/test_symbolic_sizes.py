@@ -107,6 +107,31 @@ def test_towers_halve_what_comes() -> None:
             ]
 
 
+def test_slices_end_where_computed_sizes_say() -> None:
+    def cut(x: torch.Tensor) -> list[torch.Tensor]:
+        third, half = x.shape[0] // 3, x.shape[0] // 2
+        written = x + 0
+        with torch.no_grad():
+            written[:half] += 1
+        return [x[third:half], x[half:-1], x[-half:], x[:half:2], x[100:], x[1:100], x.T[:, third:], written]
+
+    with sg.Graph() as graph:
+        x = batch(None, 3)
+        results = cut(x)
+    with sg.Session(graph) as session:
+        for size in (2, 3, 7, 120):
+            value = torch.randn(size, 3)
+            torch.testing.assert_close(session.run(results, {x: value}), cut(value), rtol=0, atol=0)
+        with pytest.raises(FeedError, match=r"gives \(1, 3\) for size 0 of .* = 1, where \(0, 3\)"):
+            session.run(results[2], {x: torch.ones(1, 3)})  # -0 is no index from the end
+
+
+@pytest.mark.parametrize("compute", [torch.nonzero, lambda x: x[x > 0], lambda x: x.unique()])
+def test_sizes_that_depend_on_values_are_refused(compute: Any) -> None:
+    with sg.Graph(), pytest.raises(GraphError, match="its shape depends on values"):
+        compute(batch(None, 3))
+
+
 def test_traced_step_trains_on_an_uneven_last_batch() -> None:
     data = [(torch.randn(size, 4), torch.randint(3, (size,))) for size in (8, 8, 3, 1)]
     models = [nn.Linear(4, 3) for _ in range(2)]

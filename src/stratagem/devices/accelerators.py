@@ -118,8 +118,8 @@ class TorchAccelerator:
         return self._used_bytes(index)
 
     def memory_info(self, index: int) -> dict[str, int]:
-        current, peak = self._function("memory_allocated"), self._function("max_memory_allocated")
         try:
+            current, peak = self._function("memory_allocated"), self._function("max_memory_allocated")
             return {"current": int(current(index)), "peak": int(peak(index))}
         except (RuntimeError, NotImplementedError) as error:
             raise DeviceError(
@@ -156,15 +156,18 @@ class TorchAccelerator:
         return torch.accelerator.device_index(index)
 
     def _function(self, name: str) -> Callable[[int], Any]:
-        found: Callable[[int], Any] = getattr(self._torch, name, None) or getattr(torch.accelerator, name)
+        found: Callable[[int], Any] | None = getattr(self._torch, name, None)
+        if found is None and str(torch.accelerator.current_accelerator()) == self.torch_type:
+            found = getattr(torch.accelerator, name, None)
+        if found is None:
+            raise NotImplementedError(f"torch.accelerator is {torch.accelerator.current_accelerator()}")
         return found
 
     def _free_and_total(self, index: int) -> tuple[int, int] | None:
-        asked = getattr(self._torch, "mem_get_info", None) or getattr(torch.accelerator, "get_memory_info", None)
         with contextlib.suppress(RuntimeError, NotImplementedError):
-            if asked is not None:
-                free_bytes, total_bytes = asked(index)
-                return int(free_bytes), int(total_bytes)
+            own = getattr(self._torch, "mem_get_info", None)
+            free_bytes, total_bytes = (own or self._function("get_memory_info"))(index)
+            return int(free_bytes), int(total_bytes)
         return None
 
 

@@ -5,7 +5,6 @@ variables, its other tensors constants. In-place operations are recorded as what
 part of a changed one are made again. Functions that only concern the program's own tensors run at once.
 """
 
-import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -217,8 +216,7 @@ class GraphRecorder:
         if kwargs.get("device") is not None:
             kwargs["device"] = _META
         try:
-            with contextlib.nullcontext() if self.sizes is None else self.sizes.computing():
-                return function(*args, **kwargs)
+            return function(*args, **kwargs) if self.sizes is None else self.sizes.compute(function, args, kwargs)
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
             shapes = ", ".join(described(each) for each in _tree.leaves(args) if isinstance(each, torch.Tensor))
             why = str(error).strip().partition("\n")[0]

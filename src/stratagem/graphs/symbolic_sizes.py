@@ -26,6 +26,8 @@ _EXAMPLE: Final = 12
 _OTHER: Final = 24
 _RECURRENT: Final = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _TORCH: Final = Path(torch.__file__).parent
+_sym_min: Final[Any] = torch.sym_min
+_sym_max: Final[Any] = torch.sym_max
 _ARITHMETIC: Final = (str(_TORCH / "__init__.py"), str(_TORCH / "fx"), str(_TORCH / "utils"), sympy.__path__[0])
 
 
@@ -60,8 +62,28 @@ class UnknownSizes:
         ):
             yield
 
+    def compute(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What an operation gives for forms.
+
+        Raises:
+            NotImplementedError: How many elements that are depends on values.
+        """
+        with self._computing():
+            result = function(*args, **kwargs)
+            if not self._has_made_up(result):
+                return result
+            if function is torch.ops.aten.slice.Tensor:
+                return _sliced(*args, **kwargs)
+        raise NotImplementedError("torch makes up a size of its result")
+
+    def _has_made_up(self, result: Any) -> bool:
+        """Whether torch has put a new symbol for a size that it could not compute of others."""
+        shapes = [each.shape for each in _tree.leaves(result) if isinstance(each, torch.Tensor)]
+        symbols: list[Any] = [size for shape in shapes for size in shape if isinstance(size, torch.SymInt)]
+        return any(not each.node.expr.free_symbols <= self._names.keys() for each in symbols)
+
     @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
+    def _computing(self) -> Iterator[None]:
         """Around an operation on forms; what it finds out about sizes is checked with the numbers instead."""
         before, _torch.fake_tensor_log.disabled = (
             _torch.fake_tensor_log.disabled,
@@ -74,7 +96,7 @@ class UnknownSizes:
             _torch.fake_tensor_log.disabled = before
 
     def form(self, meta: torch.Tensor) -> torch.Tensor:
-        """A tensor without values that can be computed with in `computing`."""
+        """A tensor without values that can be computed with in `compute`."""
         return meta if isinstance(meta, _torch.FakeTensor) else self._mode.from_tensor(meta, static_shapes=True)
 
     def size(self, symbol: torch.SymInt | torch.SymFloat) -> Size:
@@ -304,6 +326,23 @@ class _Environment(ShapeEnv):
         if tgt.is_number:
             raise _number_needed(short_line())
         super()._set_replacement(a, tgt, msg)
+
+
+def _sliced(form: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> torch.Tensor:
+    """The form of `form[start:end:step]`, where torch does not find out which numbers are larger; before 2.12 often."""
+    shape, strides = list(form.shape), list(form.stride())
+    first, last = _within(shape[dim], start or 0), _within(shape[dim], sys.maxsize if end is None else end)
+    offset = form.storage_offset() + first * strides[dim]
+    shape[dim] = (_sym_max(last - first, 0) + step - 1) // step
+    strides[dim] *= step
+    return form.as_strided(shape, strides, offset)
+
+
+def _within(size: Any, index: Any) -> Any:
+    """An index of a slice as Python understands it: from the end if negative, and not past either end."""
+    if isinstance(index, int) and index == sys.maxsize:
+        return size
+    return _sym_min(size, _sym_max(0, index + size if index < 0 else index))
 
 
 def _number_needed(line: str) -> GraphError:

@@ -157,7 +157,7 @@ def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     bare: Callable[..., Any] = inspect.unwrap(
         kind.step, stop=lambda each: not is_torchs and not hasattr(each, "hooked")
     )
-    return bare
+    return _torch.step_of_adagrad(bare) if issubclass(kind, torch.optim.Adagrad) else bare
 
 
 def unwrap_zero_grad(optimizer: torch.optim.Optimizer) -> None:
