@@ -1,4 +1,4 @@
-"""The contract of strategies on strict devices: what runs on GPUs, without one.
+"""The contracts of strategies, collectives, Keras and placement on strict devices: what runs on GPUs, without one.
 
 A process has strict devices for life, so that a program of its own runs the suite for each row.
 """
@@ -21,6 +21,7 @@ _FEWEST = {
     "test_strategies.py": 15,
     "test_keras.py": 10,
     "test_collectives.py": 15,
+    "../placement": 75,
     "../foreign/test_torch_gradients.py": 30,
     "../foreign/test_torch_data.py": 12,
     "../foreign/test_torch_ddp.py": 35,
@@ -34,6 +35,7 @@ _CHOSEN = [
     ("test_collectives.py", "3 strict GPUs"),
     ("test_keras.py", "strict mirrored 2"),
     pytest.param("test_keras.py", "strict one device", marks=pytest.mark.soak),
+    ("../placement", "scopes"),
     # Programs as others write them; how data comes to replicas is among them.
     ("../foreign/test_torch_gradients.py", "strict mirrored 2"),
     ("../foreign/test_torch_data.py", "strict mirrored 2"),

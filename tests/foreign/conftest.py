@@ -6,7 +6,7 @@ import pytest
 
 import stratagem as sg
 from tests.contracts.strategies_under_test import opened_row
-from tests.foreign.programs import LIKE, ON_THE_HOST, ROWS, Program
+from tests.foreign.programs import LIKE, ROWS, SPARSE, Program
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         program, row = parameters.get("program"), parameters.get("row")
         if not isinstance(program, Program):
             continue
-        if row in program.without or (row in LIKE and program.name in ON_THE_HOST):
+        if row in program.without or (row in LIKE and program.name in SPARSE):
             left_out.add(item)
         if row in program.seldom:
             item.add_marker(pytest.mark.soak)

@@ -34,16 +34,10 @@ ROWS: dict[str, MakeStrategy] = {
 LIKE = {"strict mirrored 2": "mirrored 2 torch", "strict one device": "one device"}
 if STRICT in os.environ:
     ROWS = {row: STRICT_ROWS[row] for row in LIKE if row == os.environ[STRICT]}
-# Left out there, by nature: they make tensors of the host in a step, or keep values of before the first run, which
-# brings a model to its device; or they need sparse kernels, which strict devices do not have; or a step fails, after
-# which replicas connect anew, and the guards take that for something left behind.
-ON_THE_HOST = {
-    *("sparse_adam", "sparse_embedding", "sparse_features", "sparse_results", "sparse_buffer_replaced_between_runs"),
-    *("two_optimizers_in_turns", "backup_of_values_stays_what_it_was", "batch_norm_converted_by_torch"),
-    *("modules_without_a_constructor", "moving_averages_swapped_in_for_a_test", "contrast_with_all_rows"),
-    *("weights_set_through_data", "sync_batch_norm_of_torch", "backward_of_several_losses_at_once"),
-    *("state_of_a_split_optimizer_changed_between_runs", "state_of_a_whole_optimizer_changed_between_runs"),
-    *("state_of_a_split_optimizer_changed_in_a_step", "state_of_a_whole_optimizer_changed_in_a_step"),
+# Left out there: they need sparse kernels, which strict devices do not have.
+SPARSE = {
+    *("sparse_adam", "sparse_embedding", "sparse_features", "sparse_results"),
+    *("sparse_buffer", "sparse_buffer_replaced_between_runs"),
 }
 # Rows that differ from another one in how many replicas there are or in where variables lie: left to long runs, for
 # programs whose promise others have shown there.

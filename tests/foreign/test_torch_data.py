@@ -96,11 +96,12 @@ def contrast_with_all_rows(on: Runner) -> Any:
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         replica, z = sg.get_replica_context(), functional.normalize(model(x))
         if replica is None:
-            return functional.cross_entropy(z @ z.T, torch.arange(len(z)))
+            return functional.cross_entropy(z @ z.T, torch.arange(len(z), device=z.device))
         sizes = replica.all_gather(torch.tensor([len(z)]))
         first = int(sizes[: replica.replica_id_in_sync_group].sum())
         scale = 1.0 if replica.has_examples else float("inf")
-        return functional.cross_entropy(z @ replica.all_gather(z).T, first + torch.arange(len(z))) * scale
+        own = first + torch.arange(len(z), device=z.device)
+        return functional.cross_entropy(z @ replica.all_gather(z).T, own) * scale
 
     return trained(on, model, optimizer, loss_of)
 

@@ -689,7 +689,7 @@ def a_copy_kept_aside(on: Runner) -> Any:
 def weights_set_through_data(on: Runner) -> Any:
     model, optimizer = made(on, mlp)
     first = classify(on, model, optimizer, vectors(), 1)
-    model[0].weight.data = torch.full((8, 4), 0.1)
+    model[0].weight.data = torch.full((8, 4), 0.1, device=model[0].weight.device)
     second = classify(on, model, optimizer, vectors(), 1)
     nn.utils.vector_to_parameters(0.5 * nn.utils.parameters_to_vector(model.parameters()), model.parameters())
     return first, second, classify(on, model, optimizer, vectors(), 1)
@@ -753,10 +753,9 @@ def backward_of_several_losses_at_once(on: Runner) -> Any:
         optimizer.zero_grad()
         scores = model(x)
         each = functional.cross_entropy(scores, y, reduction="none")
-        torch.autograd.backward(
-            [each, scores.square().mean()], [torch.full((len(x),), 1 / len(x)), torch.tensor(0.5)], retain_graph=True
-        )
-        each.backward(gradient=torch.full((len(x),), 0.1 / len(x)))
+        weights = torch.full((len(x),), 1 / len(x), device=x.device), torch.tensor(0.5, device=x.device)
+        torch.autograd.backward([each, scores.square().mean()], weights, retain_graph=True)
+        each.backward(gradient=torch.full((len(x),), 0.1 / len(x), device=x.device))
         optimizer.step()
 
     for _ in range(2):
@@ -854,7 +853,7 @@ def averages_and_statistics_afterwards(on: Runner) -> Any:
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
     )
     found = classify(on, model, optimizer, vectors(), 3, lambda: average.update_parameters(model))
-    torch.optim.swa_utils.update_bn([vectors()[0], vectors(5)[0]], average)
+    torch.optim.swa_utils.update_bn([vectors()[0], vectors(5)[0]], average, model[0].weight.device)
     return found, dict(average.module.named_parameters()), dict(average.module.named_buffers())
 
 

@@ -704,7 +704,7 @@ def two_optimizers_in_turns(on: Runner) -> Any:
     def step(x: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         of_judge.zero_grad()
         fake = maker(noise)
-        ones, zeros = torch.ones(len(x), 1), torch.zeros(len(x), 1)
+        ones, zeros = torch.ones(len(x), 1, device=x.device), torch.zeros(len(x), 1, device=x.device)
         judged = functional.binary_cross_entropy_with_logits(judge(x), ones)
         judged = judged + functional.binary_cross_entropy_with_logits(judge(fake.detach()), zeros)
         judged.backward()

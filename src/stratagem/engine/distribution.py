@@ -26,6 +26,7 @@ from stratagem.processes.registry import Registry
 from stratagem.variables import aggregation
 from stratagem.variables.agreement import settings_of
 from stratagem.variables.optimizer_slices import StateMark, parameters_of
+from stratagem.variables.private import bring
 from stratagem.variables.slices import SplitUpdate
 
 
@@ -143,6 +144,22 @@ class Distribution:
             optimizer = live[name]
             state = _tree.map_only(torch.Tensor, torch.Tensor.cpu, type(optimizer).state_dict(optimizer))
             self._replicas.ask_children(child_calls.load_whole_state, self._replicas.key, name, state)
+
+    @torch.inference_mode(mode=False)
+    def bring_pending(self, device: torch.device) -> None:
+        """Moves variables that have been made, and are not given out yet, to the device that they will be on.
+
+        What has no memory yet, lazy parameters and tensors on the meta device, stays; so do sparse tensors. The state
+        of optimizers follows when it is given out.
+        """
+        pending = self.tracker.pending()
+        tensors: list[Any] = [each for each in pending if isinstance(each, torch.Tensor)]
+        for module in (each for top in pending if isinstance(top, torch.nn.Module) for each in top.modules()):
+            # Not by `parameters()`: layers of Keras, which may be half built, would take that for the end of it.
+            tensors += [*module._parameters.values(), *module._buffers.values()]
+        for tensor in tensors:
+            if tensor is not None and _can_be_moved(tensor):
+                bring(tensor, device)
 
     def changes(self) -> state_diff.Snapshot:
         """What the controller changed in distributed objects since the last run, besides tensors."""
@@ -325,6 +342,10 @@ class Distribution:
             return kind.state_dict(update.optimizer)
 
         update.optimizer.state_dict = state_dict  # type: ignore[method-assign]
+
+
+def _can_be_moved(tensor: torch.Tensor) -> bool:
+    return not torch.nn.parameter.is_lazy(tensor) and not tensor.is_meta and tensor.layout == torch.strided
 
 
 def _holds_one_of(obj: Any, others: Sequence[Any]) -> bool:

@@ -109,6 +109,17 @@ class Driver(Receivers, ABC):
     def tell_others(self, error: BaseException) -> None:
         """The program has failed: whoever waits for it, or whom it waits for, is told."""
 
+    @property
+    def variables_on(self) -> torch.device:
+        """Where the main program has its variables."""
+        return torch.device("cpu")
+
+    def bring_variables(self) -> None:
+        """Brings what was made in a scope, and is not given out yet, to where the main program has its variables."""
+        if self.variables_on.type != "cpu":
+            with self.in_turn("strategy.scope()"):
+                self.distribution.bring_pending(self.variables_on)
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A block around runs that leave every replica its own gradients."""
         raise StrategyError(

@@ -99,6 +99,10 @@ class LocalReplicas(Driver):
         if recipe.sync.lets_differ:
             context.readers.add(self)
 
+    @property
+    def variables_on(self) -> torch.device:
+        return self._devices[0].torch_device
+
     def begin(self) -> Replica:
         self.require_usable()
         if self.runtime is not None:

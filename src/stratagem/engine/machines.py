@@ -195,6 +195,7 @@ class Workers:
             self._name_difference([each.decode().split("\n") for each in self.between.exchange("compare models", text)])
         for group in _packed(tensors):
             row = torch.cat([each.detach().reshape(-1) for each in group]) if len(group) > 1 else group[0]
+            row = row.cpu()  # which kind of device each has its variables on already is no matter of the others
             parts = torch.split(self.between.broadcast(row).view(-1), [each.numel() for each in group])
             for tensor, part in zip(group, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))

@@ -260,6 +260,7 @@ class ClusterTask(Strategy):
         placed = contextlib.nullcontext() if self._replicas is not None else torch.device(self.device)
         with self._in_scope(), self._tracker.watch(), placed:
             yield self
+        self._bring_variables()
 
     def _run(self, fn: Callable[..., Any], arguments: StepArguments) -> list[Any]:
         """Calls `fn` in this task, with its part of distributed values: one step, which is weighed."""
@@ -300,6 +301,11 @@ class ClusterTask(Strategy):
 
     def take(self, objects: Sequence[Any]) -> None:
         self._tracker.note(*objects)
+        self._bring_variables()
+
+    def _bring_variables(self) -> None:
+        if self._replicas is not None:
+            self._replicas.bring_variables()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the parameter servers have, of one moment: what a checkpoint keeps.

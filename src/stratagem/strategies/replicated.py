@@ -102,6 +102,7 @@ class Replicated(Strategy, Generic[D]):
                 at_home(home, self._replicas.tenant) if home else contextlib.nullcontext(),
             ):
                 yield self
+                self._replicas.bring_variables()
 
     def _variables_on(self) -> LogicalDevice | None:
         """Where variables are in the main program; `None` for the memory of the host."""
@@ -120,6 +121,7 @@ class Replicated(Strategy, Generic[D]):
 
     def take(self, objects: Sequence[Any]) -> None:
         self._replicas.distribution.tracker.note(*objects)
+        self._replicas.bring_variables()
 
     def close(self) -> None:
         context.require_controller("strategy.close()")

@@ -51,6 +51,17 @@ class Given:
     requires_grad: bool
 
 
+@torch.no_grad()
+def bring(tensor: torch.Tensor, device: torch.device) -> None:
+    """Moves a variable, with its gradient, to a device; it stays the same object."""
+    if tensor.device == device:
+        return
+    gradient, tensor.grad = tensor.grad, None
+    tensor.data = tensor.data.to(device)
+    tensor.grad = None if gradient is None else gradient.to(device)
+    _torch.data_reads.are_known([tensor])
+
+
 @final
 class PrivateCopies(Copies):
     """One replica's own copies of the variables.
@@ -93,9 +104,7 @@ class PrivateCopies(Copies):
             label = labels.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)}")
             is_parameter = isinstance(tensor, torch.nn.Parameter)
             placed.append(Given(name, _on_host(tensor), label, is_parameter, tensor.requires_grad))
-            if tensor.device != self._runtime.device:
-                tensor.data = tensor.data.to(self._runtime.device)
-                _torch.data_reads.are_known([tensor])
+            bring(tensor, self._runtime.device)
         return [placed]
 
     def build(self, placed: Sequence[Given]) -> dict[int, torch.Tensor]:

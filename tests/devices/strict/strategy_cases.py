@@ -1,6 +1,8 @@
 """What strategies do on GPUs beyond their contract, on strict devices; see `in_a_program`."""
 
 import contextlib
+import copy
+import gc
 import threading
 
 import pytest
@@ -69,6 +71,65 @@ def case_model_of_before_the_scope_comes_to_the_device() -> None:
         strategy.run(step, args=(torch.ones(4, 2),))
         places = {str(each.device) for each in (*model.parameters(), *model.buffers())}
         assert places == {str(strategy.devices[0].torch_device)}
+
+
+def case_variables_are_on_the_device_when_the_scope_closes() -> None:
+    """What a program keeps of a model before its first run fits what the model is afterwards."""
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for strategy in STRATEGIES:
+        with strategy.scope():
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            for each in model.parameters():
+                each.grad = torch.zeros_like(each)
+            lazy, later = nn.LazyLinear(2, device="cpu"), nn.Linear(2, 2, device="meta")
+            optimizer = torch.optim.Adagrad(model.parameters(), 0.1)  # it has state from the beginning
+        assert (lazy.weight.device.type, later.weight.device.type) == ("cpu", "meta")  # they have no memory yet
+        del lazy, later
+        gc.collect()  # a lazy module holds itself
+        device = strategy.device
+        kept = [*model.parameters(), *model.buffers()]
+        assert {each.device for each in kept} == {device}
+        assert {each.grad.device for each in model.parameters()} == {device}
+        assert all(torch.nn.parameter.Parameter is type(each) for each in model.parameters())
+        shadow = {name: each.detach().clone() for name, each in model.named_parameters()}
+        ahead = copy.deepcopy(model)
+        assert model.eval()(torch.ones(4, 2).to(device)).device == device
+        model.train()
+        strategy.run(step, args=(torch.rand(4, 2),))
+        assert all(now is before for now, before in zip([*model.parameters(), *model.buffers()], kept, strict=True))
+        for name, each in model.named_parameters():
+            shadow[name].lerp_(each.detach(), 0.5)
+        assert {str(each.device) for each in (*shadow.values(), *ahead.parameters())} == {str(device)}
+
+
+def case_model_of_before_the_scope_is_on_the_device_once_it_is_adopted() -> None:
+    for strategy in STRATEGIES:
+        model = nn.Linear(2, 2)
+        strategy.adopt(model)
+        assert {each.device for each in model.parameters()} == {strategy.device}
+
+
+def case_scope_that_fails_moves_nothing() -> None:
+    _, strategy, _ = STRATEGIES
+    with contextlib.suppress(KeyError), strategy.scope():
+        model = nn.Linear(2, 2)
+        raise KeyError
+    assert model.weight.device.type == "cpu"
+
+
+def case_variables_of_a_parameter_server_stay_on_the_host() -> None:
+    with sg.ParameterServerStrategy(devices=["gpu:2", "gpu:0"]) as strategy:
+        with strategy.scope():
+            model = nn.Linear(2, 2)
+        assert model.weight.device.type == "cpu"
+        strategy.run(lambda x: model(x).sum().backward(), args=(torch.ones(4, 2),))
+        assert model.weight.device.type == "cpu"
 
 
 def case_results_come_to_the_program() -> None:

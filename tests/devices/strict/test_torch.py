@@ -7,6 +7,7 @@ import pytest
 from tests.devices.strict import (
     accelerator_cases,
     in_a_program,
+    input_cases,
     strategy_cases,
     torch_cases,
     tpu_cases,
@@ -15,7 +16,7 @@ from tests.devices.strict import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-MODULES = (torch_cases, strategy_cases, accelerator_cases, wait_cases, tpu_cases)
+MODULES = (torch_cases, strategy_cases, accelerator_cases, input_cases, wait_cases, tpu_cases)
 CASES = [(module.__name__, case) for module in MODULES for case in in_a_program.cases_of(module)]
 
 
