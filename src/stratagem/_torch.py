@@ -309,6 +309,10 @@ OPTIMIZER_METHODS: Final = ("step", "state_dict", "load_state_dict", "zero_grad"
 OPTIMIZER_MARKS: Final = ("_opt_called",)
 """What schedulers put on it."""
 
+own_parameters_of: Final[Callable[[torch.nn.Module], dict[str, torch.Tensor | None]]] = operator.attrgetter(
+    "_parameters"
+)
+"""The dict of a module's own parameters; layers of Keras do more in `parameters()` than to tell them."""
 buffers_of: Final[Callable[[torch.nn.Module], dict[str, torch.Tensor | None]]] = operator.attrgetter("_buffers")
 """The dict of a module's own buffers."""
 

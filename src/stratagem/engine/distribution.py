@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
-from stratagem import _tree
+from stratagem import _torch, _tree
 from stratagem.engine import child_calls, context, foreign_metrics
 from stratagem.engine.recipe import Recipe
 from stratagem.errors import StrategyError
@@ -156,7 +156,7 @@ class Distribution:
         tensors: list[Any] = [each for each in pending if isinstance(each, torch.Tensor)]
         for module in (each for top in pending if isinstance(top, torch.nn.Module) for each in top.modules()):
             # Not by `parameters()`: layers of Keras, which may be half built, would take that for the end of it.
-            tensors += [*module._parameters.values(), *module._buffers.values()]
+            tensors += [*_torch.own_parameters_of(module).values(), *_torch.buffers_of(module).values()]
         for tensor in tensors:
             if tensor is not None and _can_be_moved(tensor):
                 bring(tensor, device)
