@@ -197,7 +197,8 @@ def _noting_new(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         made = original(cls, *args, **kwargs)
-        _note_in_thread(made)
+        if not made.is_meta:  # Keras makes such for a moment, to find out shapes; those of modules come with these
+            _note_in_thread(made)
         return made
 
     return staticmethod(new)
