@@ -270,7 +270,7 @@ class Inventory:
         if self._uses:
             raise DevicesInUseError(
                 f"{change} came too late: devices are in use by {self._uses[0]}; "
-                f"configure them before that line, or after that use has ended"
+                f"configure them before that line, or after strategy.close()"
             )
 
     # Parts of the above

@@ -49,6 +49,7 @@ SPECS: list[tuple[dict[str, Any], str]] = [
     ({"scheduler": 1}, r"scheduler is a torch LRScheduler, got int 1"),
     ({"eval_metric_ops": [loss]}, r"eval_metric_ops is a dict"),
     ({"eval_metric_ops": {"a": 1}}, r"eval_metric_ops\['a'\] is a function, got int 1"),
+    ({"eval_metric_ops": {"mse": sg.metrics.MeanSquaredError()}}, r"update_state takes labels first; write lambda"),
     ({"eval_metric_ops": {"loss": loss}}, r"adds 'loss' itself"),
     ({"extra_state": [SGD]}, r"extra_state is a dict from names to objects, got list"),
     ({"extra_state": {"a": 1}}, r"extra_state\['a'\] is an object with state_dict and load_state_dict, got int 1"),

@@ -129,6 +129,12 @@ class EstimatorSpec:
         for key, function in functions.items():
             if name == "eval_metric_ops" and key in ("loss", "global_step"):
                 raise EstimatorError(f"evaluate adds {key!r} itself; give that metric in eval_metric_ops another name")
+            if name == "eval_metric_ops" and callable(getattr(function, "update_state", None)):
+                raise EstimatorError(
+                    f"{name}[{key!r}] is a function of (outputs, labels), or an object with update and compute, got "
+                    f"{described(function)}, whose update_state takes labels first; write "
+                    f"lambda outputs, labels: ... that gives the mean over a batch"
+                )
             if not (name == "eval_metric_ops" and is_metric(function)):
                 _require_function(f"{name}[{key!r}]", function)
 
