@@ -294,12 +294,12 @@ def state_of_a_whole_optimizer_changed_in_a_step(on: Runner) -> Any:
     return changed_in_a_step(on, Whole)
 
 
-@programs(refused="alone has the state of this Whole", without=set(ROWS) - {"central storage 3"})
+@programs(refused="only it has the state of this Whole", without=set(ROWS) - {"central storage 3"})
 def state_that_replica_0_alone_has(on: Runner) -> Any:
     return changed_in_a_step(on, Whole)
 
 
-@programs(refused="the state that a step gives a Adam must have all", without=CONNECTED)
+@programs(refused="a new state that a step gives a Adam must have all", without=CONNECTED)
 def state_of_another_form_in_a_step(on: Runner) -> Any:
     model, optimizer = linear(on, torch.optim.Adam)
     train = training(model, optimizer)

@@ -170,7 +170,7 @@ def test_an_optimizer_that_calls_another_is_refused(strategy: sg.Strategy) -> No
         optimizer.step()
 
     with pytest.raises(
-        sg.errors.StrategyError, match=r"Twice.step\(\) calls Rprop.step\(\), and variables that are kept"
+        sg.errors.StrategyError, match=r"Twice.step\(\) calls Rprop.step\(\), but only replica 0 updates"
     ):
         strategy.run(step)
 
