@@ -75,9 +75,10 @@ class Steady:
 
     def note(self) -> None:
         """Takes them as they are; those among the distributed objects that seldom change."""
+        held = list(map(call, self._modules))  # first, as in a look
         if self._version == self._registry.version and self._num_looks - self._noted_at < _SHORT:
-            described = zip(self._entries, map(_entry, map(call, self._modules)), strict=True)
-            changed = [before != now for before, now in described]
+            described = zip(self._entries, held, strict=True)
+            changed = [module is None or before != _entry(module) for before, module in described]
             until = self._num_looks + _NUM_APART
             self._apart |= dict.fromkeys(itertools.compress(self._module_names, changed), until)
         self._noted_at = self._num_looks
