@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.ready-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak test-tpu bench-tpu test-keras test-gpu test-busy test-versions test-docs docs docs-serve dist check format bench bench-compare bench-record clean
+.PHONY: help setup demo test soak test-tpu bench-tpu test-keras test-gpu test-busy test-versions test-docs docs docs-serve dist check format bench bench-compare clean
 
 help:  ## Show the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' Makefile | expand -t 15
@@ -98,27 +98,11 @@ format: $(READY)  ## Format the code and mend what the linter can mend
 	@$(RUN)/ruff format .
 	@$(RUN)/ruff check --fix .
 
-bench: $(READY)  ## Measure; tables on the screen, figures in benchmarks/results
-	@$(RUN)/python -m benchmarks.import_time
-	@$(RUN)/python -m benchmarks.memory_limit
-	@$(RUN)/python -m benchmarks.all_reduce
-	@$(RUN)/python -m benchmarks.training
-	@$(RUN)/python -m benchmarks.run_cost
-	@$(RUN)/python -m benchmarks.cluster
-	@$(RUN)/python -m benchmarks.local_sgd
-	@$(RUN)/python -m benchmarks.estimator
-	@$(RUN)/python -m benchmarks.keras_fit
-	@$(RUN)/python -m benchmarks.parameter_server
-	@$(RUN)/python -m benchmarks.parameter_network
-	@$(RUN)/python -m benchmarks.sessions
-	@$(RUN)/python -m benchmarks.placement
-	@$(RUN)/python -m benchmarks.strict_devices
+bench: $(READY)  ## Measure everything (40 minutes) and write the tables of README and docs
+	@$(RUN)/python -m benchmarks
 
 bench-compare: $(READY)  ## Say which of the ratios that were measured have fallen since the last version
 	@$(RUN)/python -m benchmarks.history compare
-
-bench-record: $(READY)  ## Keep the ratios that were measured in benchmarks/history, as those of this version
-	@$(RUN)/python -m benchmarks.history record
 
 clean:  ## Remove what the other targets made
 	@rm -rf $(VENV) $(TPU_VENV) .mypy_cache .ruff_cache .hypothesis benchmarks/results build dist

@@ -1,21 +1,18 @@
 """Compares workers on loopback with DDP, and variables that are kept once with copies; judges the targets."""
 
-import argparse
-import signal
-import sys
-from collections.abc import Iterator, Sequence
-
-from rich.console import Console
+from collections.abc import Iterator
 
 from benchmarks.models import WORKLOADS
 from benchmarks.tables import Target
-from benchmarks.training import SINGLE, Program, Results, pss_mb, run_and_report, speed
+from benchmarks.training import Contest, Program, Results, parse, pss_mb, ratio, run_and_report, speed
 
 # Examples per second of 2 workers over those of DDP with as many replicas, by model and number of replicas.
 _AGAINST_DDP = {
     **{(model, 2): 1.0 for model in WORKLOADS},
+    **{("mlp", 2): 1.1, ("cnn", 2): 1.15, ("transformer", 2): 1.1, ("wide", 2): 1.4},
     **{("mlp", 4): 1.3, ("wide", 4): 1.3},
 }
+_MEMORY_AGAINST_DDP = 1.0
 _CENTRAL_AGAINST_MIRRORED = 0.9
 _NUM_CENTRAL = 4
 
@@ -25,43 +22,37 @@ class ClusterResults(Results):
 
     name, title = "cluster", "Workers and central storage"
 
+    def contests(self) -> Iterator[Contest]:
+        for model in self.models:
+            for size in self.sizes:
+                yield model, [Program(name, size) for name in ("ddp", "workers")]
+            yield model, [Program(name, _NUM_CENTRAL) for name in ("stratagem", "central")]
+
+    def programs_alone(self) -> list[tuple[str, Program]]:
+        return [("wide", Program(name, 2)) for name in ("ddp", "workers")] if "wide" in self.models else []
+
     def targets(self) -> list[Target]:
         return list(self._all_targets())
 
     def _all_targets(self) -> Iterator[Target]:
         for size in self.sizes:
-            for model in self.plan:
+            for model in self.models:
                 programs = Program("workers", size), Program("ddp", size)
                 what = f"2 workers of {size // 2}: examples/s of DDP, {model}, {size} replicas"
-                bound = _AGAINST_DDP.get((model, size))
-                yield Target(
-                    what, self.ratio(model, programs, speed), bound, False, self.spread(model, programs, speed)
-                )
-        for model in self.plan:
+                yield ratio(what, self.steps, model, programs, speed, _AGAINST_DDP.get((model, size)))
+        for model in self.models:
             programs = Program("central", _NUM_CENTRAL), Program("stratagem", _NUM_CENTRAL)
-            for what, of, bound in (("examples/s", speed, _CENTRAL_AGAINST_MIRRORED), ("memory (PSS)", pss_mb, None)):
-                ratio, spread = self.ratio(model, programs, of), self.spread(model, programs, of)
-                yield Target(f"central storage: {what} of mirrored, {model}, 4 replicas", ratio, bound, False, spread)
-
-
-def make_plan(models: Sequence[str], sizes: Sequence[int]) -> dict[str, list[Program]]:
-    """What to run for each model."""
-    pairs = [Program(contender, size) for size in sizes for contender in ("ddp", "workers")]
-    kept = [Program(contender, _NUM_CENTRAL) for contender in ("stratagem", "central")]
-    return {model: [SINGLE, *pairs, *kept] for model in models}
+            what = f"central storage: examples/s of mirrored, {model}, {_NUM_CENTRAL} replicas"
+            yield ratio(what, self.steps, model, programs, speed, _CENTRAL_AGAINST_MIRRORED)
+        if self.alone:
+            programs, what = (Program("workers", 2), Program("ddp", 2)), "2 workers of 1: memory (PSS) of DDP, wide"
+            yield ratio(what, self.alone, "wide", programs, pss_mb, _MEMORY_AGAINST_DDP, at_most=True)
 
 
 def main() -> None:
     """Measures, prints the tables, writes the files."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default=",".join(("mlp", "cnn", "transformer", "wide")))
-    parser.add_argument("--replicas", default="2,4")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that no run is left behind
-    sizes = [int(size) for size in options.replicas.split(",")]
-    results = ClusterResults(make_plan(options.models.split(","), sizes), sizes)
-    run_and_report(results, options.rounds, Console(width=130))
+    options = parse(__doc__ or "", ("mlp", "cnn", "transformer", "wide"), WORKLOADS)
+    run_and_report(ClusterResults(options.models, options.replicas), options.rounds)
 
 
 if __name__ == "__main__":

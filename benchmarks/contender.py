@@ -7,13 +7,13 @@ and one step is one global batch.
 import argparse
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from benchmarks import turns
 from benchmarks.models import EMPTY, WORKLOADS, Workload
 from benchmarks.processes import descendants, processor_s, pss_mb
 
@@ -37,31 +37,50 @@ def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([*model.parameters()] or [torch.nn.Parameter(torch.zeros(1))], lr=0.01, momentum=0.9)
 
 
-def measure(step: Callable[[], float], num_steps: int, warm: Callable[[], object] = lambda: None) -> Figures:
-    """Warms up, then times steps one by one.
+def measure(
+    step: Callable[[], float],
+    num_steps: int,
+    *,
+    leads: bool = True,
+    mean: Callable[[float], float] = lambda loss: loss,
+    steps_in_a_call: int = 1,
+) -> Figures:
+    """Warms up, then times steps one by one, in as many rounds as there are.
 
     Args:
         step: Does one step and returns its loss.
-        num_steps: How many to time.
-        warm: Called between warming up and timing.
+        num_steps: How many to time in a round.
+        leads: Whether this process speaks for the program.
+        mean: Makes one loss of those of all processes.
+        steps_in_a_call: How many steps a call of `step` does; figures are those of one.
+
+    Returns:
+        The figures of the last round.
     """
     step()
     first_step_s = time.time() - float(os.environ["BENCHMARK_STARTED"])  # when the command was started
     for _ in range(NUM_WARM_UP - 1):
         step()
-    warm()
     clocks = _clocks()
     parts = None if clocks is None else clocks.taken()
-    seconds, pids = [], [os.getpid(), *descendants(os.getpid())]
-    used_s = processor_s(pids)
-    for _ in range(num_steps):
-        start = time.perf_counter()
-        loss = step()
-        seconds.append(time.perf_counter() - start)
-    figures = {"seconds": seconds, "loss": loss, "first_step_s": first_step_s}
-    figures["processor_s"] = (processor_s(pids) - used_s) / num_steps  # of this process and those that it drives
-    if parts is not None:
-        figures["parts_s"] = {part: value / num_steps for part, value in parts.seconds.items()}
+    pids = [os.getpid(), *descendants(os.getpid())]
+    for answer in turns.rounds(leads=leads):
+        step()  # whoever has waited for its turn has cold caches
+        seconds, used_s = [], processor_s(pids)
+        for _ in range(num_steps):
+            start = time.perf_counter()
+            loss = step()
+            seconds.append((time.perf_counter() - start) / steps_in_a_call)
+        used_s = processor_s(pids) - used_s  # of this process and those that it drives
+        figures = {
+            "seconds": seconds,
+            "first_step_s": first_step_s,
+            "processor_s": used_s / num_steps / steps_in_a_call,
+        }
+        figures["loss"] = mean(loss)
+        if parts is not None:
+            figures["parts_s"] = {part: value / (num_steps + 1) for part, value in parts.seconds.items()}
+        answer(figures)
     return figures
 
 
@@ -95,10 +114,14 @@ def ddp(workload: Workload, size: int) -> Figures:
     model, optimizer = build(workload)
     inputs, targets = (each.chunk(size)[rank] for each in workload.make_batch())
     parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    figures = measure(_plain_step(workload, parallel, optimizer, inputs, targets), workload.num_steps)
-    loss = torch.tensor(figures["loss"])
-    torch.distributed.all_reduce(loss)
-    figures["loss"] = loss.item() / size
+
+    def mean(loss: float) -> float:
+        losses = torch.tensor(loss)
+        torch.distributed.all_reduce(losses)
+        return losses.item() / size
+
+    step = _plain_step(workload, parallel, optimizer, inputs, targets)
+    figures = measure(step, workload.num_steps, leads=rank == 0, mean=mean)
     if rank == 0:
         figures |= memory(os.getppid())  # torchrun
     torch.distributed.barrier()  # the others stay for as long as rank 0 counts their memory
@@ -129,10 +152,8 @@ def several_steps(workload: Workload, size: int) -> Figures:
 
     _divide(sg, size)
     with sg.MirroredStrategy() as strategy:
-        figures = measure(_distributed_step(strategy, workload, STEPS_IN_A_CALL), workload.num_steps // 4)
-        figures["seconds"] = [each / STEPS_IN_A_CALL for each in figures["seconds"]]
-        figures["processor_s"] /= STEPS_IN_A_CALL
-        return figures | memory(os.getpid())
+        step = _distributed_step(strategy, workload, STEPS_IN_A_CALL)
+        return measure(step, workload.num_steps // 4, steps_in_a_call=STEPS_IN_A_CALL) | memory(os.getpid())
 
 
 def parameter_server(workload: Workload, size: int) -> Figures:
@@ -157,7 +178,7 @@ def workers(workload: Workload, _: int) -> Figures:
     import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
 
     with sg.MultiWorkerMirroredStrategy() as strategy:
-        figures = measure(_distributed_step(strategy, workload), workload.num_steps)
+        figures = measure(_distributed_step(strategy, workload), workload.num_steps, leads=strategy.is_chief)
         if strategy.is_chief:
             figures |= memory(os.getppid())  # the launcher
         strategy.is_any(False)  # the others stay for as long as their memory is counted
@@ -169,10 +190,13 @@ def local_sgd(workload: Workload, _: int) -> Figures:
     import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
 
     with sg.LocalSGDStrategy(SYNC_EVERY) as strategy:
-        # A whole number of synchronisations: each step costs its share of one.
-        num_steps = -(-workload.num_steps // SYNC_EVERY) * SYNC_EVERY
-        figures = measure(_distributed_step(strategy, workload), num_steps)
-        figures["seconds"] = [statistics.fmean(figures["seconds"])]
+        steps = _distributed_step(strategy, workload)
+
+        def sync() -> float:  # as many steps as one synchronisation: each costs its share of it
+            return [steps() for _ in range(SYNC_EVERY)][-1]
+
+        num_syncs = -(-workload.num_steps // SYNC_EVERY)
+        figures = measure(sync, num_syncs, leads=strategy.is_chief, steps_in_a_call=SYNC_EVERY)
         if strategy.is_chief:
             figures |= memory(os.getppid())  # the launcher
         strategy.is_any(False)  # the others stay for as long as their memory is counted
@@ -219,53 +243,6 @@ def _nothing() -> None:
     """A step that does nothing."""
 
 
-def hogwild(workload: Workload, size: int) -> Figures:
-    """Processes that train the same shared parameters, each on its own and without a lock.
-
-    Nothing is exchanged and nobody waits, but every process updates all parameters. All processes together
-    make the examples of one batch in the harmonic mean of their steps.
-    """
-    processes = torch.multiprocessing.get_context("spawn")
-    model, _ = build(workload)
-    model.share_memory()
-    slices = zip(*(each.chunk(size) for each in workload.make_batch()), strict=True)
-    warm, results, counted = processes.Barrier(size), processes.SimpleQueue(), processes.Event()
-    workers = [
-        processes.Process(
-            target=_hogwild_worker, args=(workload_name(workload), size, model, own, warm, results, counted)
-        )
-        for own in slices
-    ]
-    for worker in workers:
-        worker.start()
-    figures = [results.get() for _ in workers]
-    used = memory(os.getpid())
-    counted.set()
-    for worker in workers:
-        worker.join()
-    return {
-        "seconds": [statistics.harmonic_mean(each) for each in zip(*(own["seconds"] for own in figures), strict=True)],
-        "loss": statistics.fmean(own["loss"] for own in figures),
-        "first_step_s": max(own["first_step_s"] for own in figures),
-        **used,
-    }
-
-
-def _hogwild_worker(
-    name: str, size: int, model: torch.nn.Module, batch: tuple[torch.Tensor, ...], warm: Any, results: Any, counted: Any
-) -> None:
-    torch.set_num_threads(_num_threads(size))
-    workload = WORKLOADS[name]
-    step = _plain_step(workload, model, make_optimizer(model), *batch)
-    results.put(measure(step, workload.num_steps, warm.wait))
-    counted.wait()
-
-
-def workload_name(workload: Workload) -> str:
-    """The name of a workload: unlike itself it can be sent to another process."""
-    return next(name for name, each in WORKLOADS.items() if each is workload)
-
-
 def _plain_step(
     workload: Workload,
     model: torch.nn.Module,
@@ -302,7 +279,6 @@ CONTENDERS: dict[str, Callable[[Workload, int], Figures]] = {
     "central": central,
     "workers": workers,
     "local_sgd": local_sgd,
-    "hogwild": hogwild,
 }
 
 

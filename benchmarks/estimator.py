@@ -1,14 +1,12 @@
 """Compares `Estimator.train` under MirroredStrategy with the custom loop of the same model, and judges the target.
 
-Every run is a command of its own, started in turns: round by round, model by model, the order turned around every
-other round. What is timed is a step with all that goes with it: the next batch, the run, the loss of the custom loop,
-the hooks of the Estimator.
+Programs measure in turns, model by model. What is timed is a step with all that goes with it: the next batch, the run,
+the loss of the custom loop, the hooks of the Estimator.
 """
 
 import argparse
 import itertools
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -17,38 +15,62 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import stratagem as sg
-from benchmarks.contender import NUM_WARM_UP, PREFIX, build, make_optimizer, train_step
+from benchmarks import turns
+from benchmarks.contender import NUM_WARM_UP, build, make_optimizer, train_step
 from benchmarks.measure import RESULTS
 from benchmarks.models import WORKLOADS, Workload
-from benchmarks.processes import CommandFailed, run
-from benchmarks.tables import TARGET_COLUMNS, Target, markdown, show
+from benchmarks.tables import TARGET_COLUMNS, Target, show
+from benchmarks.training import environment
 
 _MODELS = ("mlp", "cnn")
 _NUM_REPLICAS = 2
 _TARGET = 0.95
 _LOSS_TOLERANCE = 1e-3
-_TIMEOUT_S = 180.0
 _PROGRAMS = ("custom loop", "Estimator")
+Figures = dict[str, float]
+Measured = dict[tuple[str, str], list[Figures]]
+
 _COLUMNS = ("model", "program", "examples/s", "step ms (rounds)", "x custom loop", "loss")
 
 
-def custom_loop(workload: Workload, strategy: sg.Strategy, num_steps: int) -> tuple[list[float], float]:
-    """The loop of the README; the times of its steps and the last loss."""
+class Clock:
+    """Takes the time between the ends of steps, round by round; the first step of a round does not count."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._num_steps = workload.num_steps
+        self._turns = turns.rounds()
+        self._answer: Callable[[Figures], None] | None = None
+        self._moments: list[float] = []
+        self.num_steps = NUM_WARM_UP + turns.num_rounds() * (self._num_steps + 1)
+
+    def step_ended(self, loss: float) -> None:
+        """After every step."""
+        self._moments.append(time.perf_counter())
+        if self._answer is None and len(self._moments) == NUM_WARM_UP:
+            self._next_round()
+        elif self._answer is not None and len(self._moments) == self._num_steps + 1:
+            seconds = [after - before for before, after in itertools.pairwise(self._moments)]
+            self._answer({"step_s": statistics.median(seconds), "loss": loss})
+            self._next_round()
+
+    def _next_round(self) -> None:
+        self._answer = next(self._turns, None)
+        self._moments = []
+
+
+def custom_loop(workload: Workload, strategy: sg.Strategy, clock: Clock) -> None:
+    """The loop of the README."""
     with strategy.scope():
         model, optimizer = build(workload)
 
     step = train_step(workload, model, optimizer)
-    moments = []
-    for batch in strategy.distribute(_batches(workload, num_steps)):
-        loss = strategy.reduce("mean", strategy.run(step, args=batch)).item()
-        moments.append(time.perf_counter())
-    return _durations(moments), loss
+    for batch in strategy.distribute(_batches(workload, clock.num_steps)):
+        clock.step_ended(strategy.reduce("mean", strategy.run(step, args=batch)).item())
 
 
-def estimator(workload: Workload, strategy: sg.Strategy, num_steps: int) -> tuple[list[float], float]:
+def estimator(workload: Workload, strategy: sg.Strategy, clock: Clock) -> None:
     """The same training by an Estimator as it is by default: with its log, summaries and checkpoints."""
 
     def model_fn(mode: str) -> sg.estimator.EstimatorSpec:
@@ -56,22 +78,14 @@ def estimator(workload: Workload, strategy: sg.Strategy, num_steps: int) -> tupl
         loss = torch.nn.functional.cross_entropy
         return sg.estimator.EstimatorSpec(mode, model, loss, optimizer=make_optimizer(model))
 
-    class Clock(sg.estimator.SessionRunHook):
-        def __init__(self) -> None:
-            self.moments: list[float] = []
-            self.loss = 0.0
-
+    class Steps(sg.estimator.SessionRunHook):
         def after_run(self, run_context: sg.estimator.RunContext, run_values: sg.estimator.RunValues) -> None:
-            self.moments.append(time.perf_counter())
-            if len(self.moments) == num_steps:
-                self.loss = run_values.loss
+            clock.step_ended(run_values.loss)
 
-    clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         config = sg.estimator.RunConfig(random_seed=0, train_distribute=strategy)
         made = sg.estimator.Estimator(model_fn, folder, config)
-        made.train(lambda: _batches(workload, num_steps), hooks=[clock])
-    return _durations(clock.moments), clock.loss
+        made.train(lambda: _batches(workload, clock.num_steps), hooks=[Steps()])
 
 
 def _batches(workload: Workload, num_steps: int) -> Iterator[Any]:
@@ -80,39 +94,28 @@ def _batches(workload: Workload, num_steps: int) -> Iterator[Any]:
     return (batch for _ in range(num_steps))
 
 
-def _durations(moments: list[float]) -> list[float]:
-    return [after - before for before, after in itertools.pairwise(moments)][NUM_WARM_UP:]
-
-
 def run_one(program: str, model: str) -> None:
-    """Measures here and now; prints the figures."""
+    """Measures here and now, whenever it is its turn."""
     workload = WORKLOADS[model]
     share = sg.config.LogicalDeviceConfiguration()
     sg.config.set_logical_device_configuration("cpu:0", [share] * _NUM_REPLICAS)
-    measure: Callable[..., tuple[list[float], float]] = {"custom loop": custom_loop, "Estimator": estimator}[program]
+    train = {"custom loop": custom_loop, "Estimator": estimator}[program]
     with sg.MirroredStrategy() as strategy:
-        seconds, loss = measure(workload, strategy, NUM_WARM_UP + 1 + 2 * workload.num_steps)
-    print(PREFIX + json.dumps({"step_s": statistics.median(seconds), "loss": loss}), flush=True)
+        train(workload, strategy, Clock(workload))
 
 
-def _measured(program: str, model: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.estimator", "--one", program, "--models", model]
-    output = run(command, environment=os.environ, timeout_s=_TIMEOUT_S)
-    lines = [line for line in output.splitlines() if line.startswith(PREFIX)]
-    if not lines:
-        raise CommandFailed(f"no figures\n{output[-3000:]}")
-    figures: dict[str, float] = json.loads(lines[0].removeprefix(PREFIX))
-    return figures
+def measure(model: str, num_rounds: int) -> dict[tuple[str, str], list[Figures]]:
+    """The figures of all rounds of one model, by program."""
+    command = [sys.executable, "-m", "benchmarks.estimator", "--models", model, "--one"]
+    commands = {(model, program): [*command, program] for program in _PROGRAMS}
+    return turns.take_turns(commands, num_rounds, environment())
 
 
-Figures = dict[tuple[str, str], list[dict[str, float]]]
-
-
-def _median_s(figures: Figures, model: str, program: str) -> float:
+def _median_s(figures: Measured, model: str, program: str) -> float:
     return statistics.median(each["step_s"] for each in figures[model, program])
 
 
-def _rows(figures: Figures) -> list[list[str]]:
+def _rows(figures: Measured) -> list[list[str]]:
     rows = []
     for (model, program), rounds in figures.items():
         seconds = [each["step_s"] for each in rounds]
@@ -130,7 +133,7 @@ def _rows(figures: Figures) -> list[list[str]]:
     return rows
 
 
-def _target(figures: Figures, model: str) -> Target:
+def _target(figures: Measured, model: str) -> Target:
     """How many examples per second the Estimator has, over those of the loop."""
     loop, own = ([each["step_s"] for each in figures[model, program]] for program in _PROGRAMS)
     ratios = [first / second for first, second in zip(loop, own, strict=True)]
@@ -152,13 +155,7 @@ def main() -> None:
     if options.one:
         run_one(options.one, models[0])
         return
-    console = Console(width=130)
-    figures: Figures = {(model, program): [] for model in models for program in _PROGRAMS}
-    for number in range(options.rounds):
-        for model in models:
-            for program in _PROGRAMS if number % 2 == 0 else reversed(_PROGRAMS):
-                console.print(f"[dim]round {number + 1}/{options.rounds}  {model}  {program}[/]")
-                figures[model, program].append(_measured(program, model))
+    figures = {key: found for model in models for key, found in measure(model, options.rounds).items()}
     rows, targets = _rows(figures), [_target(figures, model) for model in models]
     show("Estimator and custom loop", _COLUMNS, rows, num_left=2)
     show("Estimator against the custom loop", TARGET_COLUMNS, [target.cells() for target in targets])
@@ -166,11 +163,6 @@ def main() -> None:
     measured = {model: {program: figures[model, program] for program in _PROGRAMS} for model in models}
     content = {"num_rounds": options.rounds, "measured": measured, "targets": [each.as_json() for each in targets]}
     (RESULTS / "estimator.json").write_text(json.dumps(content, indent=2))
-    tables = [
-        markdown(_COLUMNS, rows, num_left=2),
-        markdown(TARGET_COLUMNS, [target.cells() for target in targets]),
-    ]
-    (RESULTS / "estimator.md").write_text("# Estimator\n\n" + "\n".join(tables))
     for model in models:
         loop, own = (figures[model, program][-1]["loss"] for program in _PROGRAMS)
         if abs(loop - own) > _LOSS_TOLERANCE * max(1.0, abs(loop)):

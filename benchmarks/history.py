@@ -36,6 +36,16 @@ def measured(folder: Path = RESULTS) -> Ratios:
     return found
 
 
+def newest(folder: Path = HISTORY) -> Ratios:
+    """The ratios of the last version; nothing if there is none."""
+    files = _files(folder)
+    return json.loads(files[-1].read_text()) if files else {}
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.json"), key=lambda path: [int(part) for part in path.stem.split(".")])
+
+
 def fell(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether a ratio is worse than before in every round: what rounds share is noise."""
     (least, most), (low, high) = (each["spread"] or (each["value"], each["value"]) for each in (before, now))
@@ -82,10 +92,10 @@ def main() -> None:
     if options.what == "record":
         print(f"ratios of version {options.version} in {record(options.version)}")
         return
-    files = sorted(HISTORY.glob("*.json"), key=lambda path: [int(part) for part in path.stem.split(".")])
+    files = _files(HISTORY)
     if not files or not measured():
         raise SystemExit("there is nothing to compare: `make bench` measures, and `make bench-record` keeps its ratios")
-    found = rows(json.loads(files[-1].read_text()), measured())
+    found = rows(newest(), measured())
     show(f"ratios of this tree against {files[-1].stem}", ("ratio", "then", "now", "holds"), found)
     fallen = sum(row[-1] == "NO" for row in found)
     print(f"{fallen} of {len(found)} ratios fell in every round")

@@ -1,30 +1,26 @@
 """Compares Keras' `fit` on two replicas with plain Keras on torch in one process with all cores.
 
-Every run is a command of its own, started in turns: round by round, model by model, the order turned
-around every other round. Both see the same weights and the same data, in the same order.
+Programs measure their epochs in turns, model by model. All see the same weights and the same data, in the same order.
 """
 
 import argparse
 import dataclasses
 import json
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from benchmarks import turns
 from benchmarks.measure import RESULTS
-from benchmarks.processes import CommandFailed, run
-from benchmarks.tables import TARGET_COLUMNS, Target, markdown, show
+from benchmarks.tables import TARGET_COLUMNS, Target, show
+from benchmarks.training import environment
 
-_PREFIX = "FIGURES "
-_TIMEOUT_S = 180.0
 _GLOBAL_BATCH_SIZE = 256
-_NUM_EPOCHS = 4  # the first does not count
 _NUM_REPLICAS = 2
 _LOSS_TOLERANCE = 1e-3
-_TARGETS = {"mlp": 1.0, "cnn": 1.0}
+_TARGETS = {"mirrored": {"mlp": 1.0, "cnn": 1.0}, "mirrored, 8 steps in an execution": {"mlp": 1.05}}
 
 Figures = dict[str, Any]
 
@@ -64,8 +60,8 @@ class Workload:
 WORKLOADS = {"mlp": Workload(_mlp, (784,), 40), "cnn": Workload(_cnn, (28, 28, 1), 10)}
 
 
-def fit(workload: Workload) -> Figures:
-    """Makes a model, trains it, and says how long the steps of each epoch took."""
+def fit(workload: Workload, **options: Any) -> None:
+    """Makes a model, trains it, and says in each round how long the steps of an epoch took."""
     import keras  # noqa: PLC0415
     import numpy as np  # noqa: PLC0415
 
@@ -79,84 +75,71 @@ def fit(workload: Workload) -> Figures:
         optimizer=keras.optimizers.SGD(0.01, momentum=0.9),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
+        **options,
     )
-    began: list[float] = []
-    ended: list[float] = []
-    times = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda *_: began.append(time.perf_counter()),
-        on_epoch_end=lambda *_: ended.append(time.perf_counter()),
-    )
-    history = model.fit(
-        inputs, targets, batch_size=_GLOBAL_BATCH_SIZE, epochs=_NUM_EPOCHS, verbose=0, callbacks=[times]
-    )
-    seconds = [(end - begin) / workload.num_steps for begin, end in zip(began, ended, strict=True)]
-    return {"step_s": seconds[1:], "loss": history.history["loss"][-1]}
+    all_turns = turns.rounds()
+
+    class Turns(keras.callbacks.Callback):  # type: ignore[misc]
+        """Takes the time of every epoch but the first."""
+
+        def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+            if epoch > 0:
+                self.answer = next(all_turns)
+                self.start = time.perf_counter()
+
+        def on_epoch_end(self, epoch: int, logs: dict[str, float]) -> None:
+            if epoch > 0:
+                self.answer({"step_s": (time.perf_counter() - self.start) / workload.num_steps, "loss": logs["loss"]})
+
+    num_epochs = 1 + turns.num_rounds()
+    model.fit(inputs, targets, _GLOBAL_BATCH_SIZE, epochs=num_epochs, verbose=0, callbacks=[Turns()])
 
 
-def plain(workload: Workload) -> Figures:
+def plain(workload: Workload) -> None:
     """Keras alone."""
-    return fit(workload)
+    fit(workload)
 
 
-def mirrored(workload: Workload) -> Figures:
+def mirrored(workload: Workload, **options: Any) -> None:
     """The same in the scope of a strategy."""
     import stratagem as sg  # noqa: PLC0415  # the other must not pay for it
 
     share = sg.config.LogicalDeviceConfiguration()
     sg.config.set_logical_device_configuration("cpu:0", [share] * _NUM_REPLICAS)
     with sg.MirroredStrategy() as strategy, strategy.scope():
-        return fit(workload)
+        fit(workload, **options)
 
 
-PROGRAMS: dict[str, Callable[[Workload], Figures]] = {"plain": plain, "mirrored": mirrored}
+PROGRAMS: dict[str, Callable[[Workload], None]] = {
+    "plain": plain,
+    "mirrored": mirrored,
+    "mirrored, 8 steps in an execution": lambda workload: mirrored(workload, steps_per_execution=8),
+}
 
 
-def measure(program: str, model: str) -> Figures:
-    """Runs one program once, in a process of its own.
-
-    Raises:
-        CommandFailed: It has no figures to show.
-    """
-    left_out = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
-    command = [sys.executable, "-m", "benchmarks.keras_fit", "--program", program, "--models", model]
-    output = run(command, environment=environment | {"KERAS_BACKEND": "torch"}, timeout_s=_TIMEOUT_S)
-    lines = [line for line in output.splitlines() if line.startswith(_PREFIX)]
-    if not lines:
-        raise CommandFailed(f"no figures\n{output[-3000:]}")
-    figures: Figures = json.loads(lines[0].removeprefix(_PREFIX))
-    return figures
+def measure(model: str, num_rounds: int) -> dict[str, list[Figures]]:
+    """The figures of all rounds, by program."""
+    command = [sys.executable, "-m", "benchmarks.keras_fit", "--models", model, "--program"]
+    commands = {name: [*command, name] for name in PROGRAMS}
+    return turns.take_turns(commands, num_rounds, environment() | {"KERAS_BACKEND": "torch"})
 
 
-def measure_all(models: list[str], num_rounds: int) -> dict[str, dict[str, list[Figures]]]:
-    """The figures of all rounds, by model and program."""
-    found: dict[str, dict[str, list[Figures]]] = {model: {name: [] for name in PROGRAMS} for model in models}
-    for round_number in range(num_rounds):
-        for model in models:
-            for name in PROGRAMS if round_number % 2 == 0 else reversed(PROGRAMS):
-                found[model][name].append(measure(name, model))
-    return found
-
-
-def step_s(figures: Figures) -> float:
-    """The median of the epochs of one run."""
-    return statistics.median(figures["step_s"])
-
-
-def target_of(model: str, found: dict[str, list[Figures]]) -> Target:
+def targets_of(model: str, found: dict[str, list[Figures]]) -> Iterator[Target]:
     """Examples per second of the replicas over those of one process."""
-    own, plains = ([step_s(each) for each in found[name]] for name in ("mirrored", "plain"))
-    ratios = [one / other for one, other in zip(plains, own, strict=True)]
-    ratio = statistics.median(plains) / statistics.median(own)
-    what = f"examples/s of plain Keras, {model}, {_NUM_REPLICAS} replicas"
-    return Target(what, ratio, _TARGETS[model], spread=(min(ratios), max(ratios)))
+    plains = [each["step_s"] for each in found["plain"]]
+    for name, bounds in _TARGETS.items():
+        own = [each["step_s"] for each in found[name]]
+        ratios = [one / other for one, other in zip(plains, own, strict=True)]
+        value = statistics.median(plains) / statistics.median(own)
+        what = f"examples/s of plain Keras, {model}, {_NUM_REPLICAS} replicas" + name.removeprefix("mirrored")
+        yield Target(what, value, bounds.get(model), spread=(min(ratios), max(ratios)))
 
 
 def rows_of(model: str, found: dict[str, list[Figures]]) -> list[list[str]]:
     """The rows of one model in the table of all programs."""
     rows = []
     for name, figures in found.items():
-        seconds = [step_s(each) for each in figures]
+        seconds = [each["step_s"] for each in figures]
         middle = statistics.median(seconds)
         rows.append(
             [
@@ -182,29 +165,21 @@ def main() -> None:
     if unknown := [model for model in models if model not in WORKLOADS]:
         parser.error(f"no model {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
     if options.program is not None:
-        print(_PREFIX + json.dumps(PROGRAMS[options.program](WORKLOADS[models[0]])), flush=True)
+        PROGRAMS[options.program](WORKLOADS[models[0]])
         return
-    found = measure_all(models, options.rounds)
+    found = {model: measure(model, options.rounds) for model in models}
     rows = [row for model in models for row in rows_of(model, found[model])]
-    targets = [target_of(model, found[model]) for model in models]
+    targets = [target for model in models for target in targets_of(model, found[model])]
     show("Keras fit", COLUMNS, rows, num_left=2)
     show("Keras fit on 2 replicas against plain Keras", TARGET_COLUMNS, [target.cells() for target in targets])
     RESULTS.mkdir(exist_ok=True)
-    content = {
-        "num_rounds": options.rounds,
-        "measured": found,
-        "targets": [target.as_json() for target in targets],
-    }
+    content = {"num_rounds": options.rounds, "measured": found, "targets": [target.as_json() for target in targets]}
     (RESULTS / "keras_fit.json").write_text(json.dumps(content, indent=2))
-    title = (
-        f"# Keras fit\n\nMedians of {options.rounds} interleaved round(s); global batches of {_GLOBAL_BATCH_SIZE}.\n"
-    )
-    tables = [markdown(COLUMNS, rows, num_left=2), markdown(TARGET_COLUMNS, [target.cells() for target in targets])]
-    (RESULTS / "keras_fit.md").write_text("\n".join([title, *tables]))
     for model, programs in found.items():
-        losses = [figures["loss"] for each in programs.values() for figures in each]
-        if max(losses) - min(losses) > _LOSS_TOLERANCE:
-            sys.exit(f"{model}: the losses differ, {losses}; the programs do not train alike")
+        for each in zip(*programs.values(), strict=True):
+            losses = [figures["loss"] for figures in each]
+            if max(losses) - min(losses) > _LOSS_TOLERANCE:
+                sys.exit(f"{model}: the losses differ, {losses}; the programs do not train alike")
 
 
 if __name__ == "__main__":

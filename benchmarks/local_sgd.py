@@ -5,8 +5,8 @@ digits, with as many samples for everyone.
 """
 
 import argparse
+import json
 import signal
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
 
 import stratagem as sg
 from benchmarks.contender import SYNC_EVERY
+from benchmarks.measure import RESULTS
 from benchmarks.tables import show
-from benchmarks.training import Program, speed
+from benchmarks.training import Measured, Program, measure_contests, median, ratio, speed
 
+PROGRAMS = (Program("workers", 2), Program("local_sgd", 2))
+_WHAT = "steps/s of summed gradients, 2 workers of 1"
 _DIGITS = Path(__file__).parents[1] / "examples" / "data" / "digits.npz"
 
 
@@ -30,23 +34,22 @@ def loopback_bytes() -> int:
     return int(fields[9])
 
 
-def measure(model: str, rounds: int) -> list[tuple[str, ...]]:
-    """Two workers with one replica each: steps per second, and megabytes on loopback in a whole run."""
-    programs = {name: Program(name, 2) for name in ("workers", "local_sgd")}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
-    for number in range(rounds):
-        names = list(programs) if number % 2 == 0 else list(reversed(programs))
-        for name in names:
-            before = loopback_bytes()
-            figures = programs[name].measure(model)
-            found[name].append((speed(figures), float(loopback_bytes() - before)))
-    rows = []
-    for name, values in found.items():
-        rates, sent = [value[0] for value in values], [value[1] for value in values]
-        ratios = [own[0] / other[0] for own, other in zip(values, found["workers"], strict=True)]
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})"
-        rows.append((name, f"{statistics.median(rates):.2f}", spread, f"{statistics.median(sent) / 1e6:.0f}"))
-    return rows
+def measure(model: str, num_rounds: int) -> Measured:
+    """Two workers with one replica each, in turns."""
+    return measure_contests([(model, PROGRAMS)], num_rounds, Console(width=130))
+
+
+def rows(model: str, measured: Measured) -> list[list[str]]:
+    """Steps per second, and megabytes on loopback in a whole run."""
+    found = []
+    for program in PROGRAMS:
+        before = loopback_bytes()
+        program.measure(model)
+        sent_mb = (loopback_bytes() - before) / 1e6
+        rate = median(measured, model, program, speed)
+        of_summed = ratio(_WHAT, measured, model, (program, PROGRAMS[0]), speed)
+        found.append([program.contender, f"{rate:.2f}", *of_summed.cells()[1:3], f"{sent_mb:.0f}"])
+    return found
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,10 +106,15 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that no run is left behind
-    columns = ("program", "steps/s", "of summed gradients", "MB on loopback in all")
-    show(f"2 workers of 1, {options.model}", columns, measure(options.model, options.rounds))
-    title = f"loss on the digits after {options.epochs} epochs, 2 replicas"
-    show(title, ("strategy", "loss"), compare_losses(options.epochs))
+    columns = ("program", "steps/s", "of summed gradients", "rounds", "MB on loopback in all")
+    measured = measure(options.model, options.rounds)
+    show(f"2 workers of 1, {options.model}", columns, rows(options.model, measured))
+    losses = compare_losses(options.epochs)
+    show(f"loss on the digits after {options.epochs} epochs, 2 replicas", ("strategy", "loss"), losses)
+    target = ratio(_WHAT, measured, options.model, (PROGRAMS[1], PROGRAMS[0]), speed)
+    RESULTS.mkdir(exist_ok=True)
+    content = {"num_rounds": options.rounds, "losses": dict(losses), "targets": [target.as_json()]}
+    (RESULTS / "local_sgd.json").write_text(json.dumps(content, indent=2))
 
 
 if __name__ == "__main__":

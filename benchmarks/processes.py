@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 _PR_SET_CHILD_SUBREAPER = 36
 _END_DEADLINE_S = 10.0
@@ -56,50 +57,55 @@ def processor_s(pids: Iterable[int]) -> float:
     return total_ns / 1e9
 
 
+def start(command: Sequence[str], environment: Mapping[str, str], output: int | IO[bytes]) -> subprocess.Popen[bytes]:
+    """Starts a command; what of it loses its parent becomes ours, so that it can still be found and ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    return subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
 def run(command: Sequence[str], *, environment: Mapping[str, str], timeout_s: float) -> str:
     """Runs a command to its end and returns what it wrote; none of its processes outlives the call.
 
     Raises:
         CommandFailed: It took too long or ended with an error.
     """
-    # What loses its parent becomes ours, so that it can still be found and ended.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     others = set(descendants(os.getpid()))
-    process = subprocess.Popen(
-        command,
-        env=dict(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = start(command, environment, subprocess.PIPE)
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        _end(process, others)
+        end_all(others)
         output, _ = process.communicate()
-        raise CommandFailed(f"no end after {timeout_s:.0f} s\n{output[-3000:]}") from None
+        raise CommandFailed(f"no end after {timeout_s:.0f} s\n{_tail(output)}") from None
     finally:
-        _end(process, others)
+        end_all(others)
     if process.returncode:
-        raise CommandFailed(f"ended with code {process.returncode}\n{output[-3000:]}")
-    return output
+        raise CommandFailed(f"ended with code {process.returncode}\n{_tail(output)}")
+    return output.decode(errors="replace")
 
 
-def _end(process: subprocess.Popen[str], others: set[int]) -> None:
-    """Ends whatever is left of a command."""
+def _tail(output: bytes) -> str:
+    return output.decode(errors="replace")[-3000:]
+
+
+def end_all(others: set[int]) -> None:
+    """Ends all descendants but those that are others'."""
     deadline = time.monotonic() + _END_DEADLINE_S
     while time.monotonic() < deadline:
-        process.poll()
         left = [pid for pid in descendants(os.getpid()) if pid not in others]
         if not left:
             return
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            if pid != process.pid:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
         time.sleep(0.01)
     raise CommandFailed(f"processes {left} cannot be ended")

@@ -1,23 +1,33 @@
 """What a run costs before anything is computed, and what each tensor adds: where the time of a step goes.
 
 Models whose computation is next to nothing: an empty step, one small layer, stacks of small layers, and the lists of
-tensors of ResNet-50 and of a transformer of 12 layers at small widths. Under plain torch, strategies and DDP, each in
-processes of its own, in turns; then the parts of a step of MirroredStrategy.
+tensors of ResNet-50 and of a transformer of 12 layers at small widths. Under plain torch, strategies and DDP, in turns;
+then the parts of a step of MirroredStrategy.
 """
 
-import argparse
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
 from benchmarks.contender import STEPS_IN_A_CALL
 from benchmarks.measure import RESULTS
-from benchmarks.processes import CommandFailed
-from benchmarks.tables import TARGET_COLUMNS, Target, markdown, show
-from benchmarks.training import SINGLE, Figures, Program, step_s
+from benchmarks.models import WORKLOADS
+from benchmarks.tables import TARGET_COLUMNS, Target, show
+from benchmarks.training import (
+    SINGLE,
+    Contest,
+    Measured,
+    Program,
+    machine,
+    measure_contests,
+    parse,
+    ratio,
+    speed,
+    step_s,
+)
 
 MODELS = ("empty", "linear", "stack10", "stack100", "stack500", "resnet50", "encoder12")
 PROGRAMS = (
@@ -37,28 +47,15 @@ _WORDS = {
     "parameter_server": "ParameterServerStrategy",
     "workers": "MultiWorkerMirroredStrategy",
 }
+_PARTS = "ms of the parts of a step, MirroredStrategy 2"
 _OVER_DDP = 1.3
-_EMPTY_MS = {"stratagem": 0.3, "several_steps": 0.1}
-
-Measured = dict[tuple[str, Program], list[Figures]]
+_EMPTY_MS = {Program("stratagem", 2): 0.3, Program("several_steps", 2): 0.1}
 
 
-def measure(models: Sequence[str], num_rounds: int, console: Console) -> Measured:
-    """Runs every program with every model once a round, in turns; DDP takes no model without parameters."""
-    measured: Measured = {
-        (model, program): []
-        for model in models
-        for program in PROGRAMS
-        if (model, program.contender) != ("empty", "ddp")
-    }
-    for number in range(num_rounds):
-        for model, program in measured if number % 2 == 0 else reversed(measured):
-            try:
-                measured[model, program].append(program.measure(model))
-            except CommandFailed as error:
-                console.print(f"{model}, {program}: {error}", style="red", markup=False)
-        console.print(f"[dim]round {number + 1} of {num_rounds}[/]")
-    return measured
+def contests(models: Sequence[str]) -> Iterator[Contest]:
+    """All programs with each model; DDP takes no model without parameters."""
+    for model in models:
+        yield model, [each for each in PROGRAMS if (model, each.contender) != ("empty", "ddp")]
 
 
 def rows(measured: Measured, models: Sequence[str]) -> list[list[str]]:
@@ -77,21 +74,17 @@ def rows(measured: Measured, models: Sequence[str]) -> list[list[str]]:
 def targets(measured: Measured, models: Sequence[str]) -> list[Target]:
     """The ratios that are to be reached."""
     found = []
-    for contender, bound in _EMPTY_MS.items():
-        own = [1000 * step_s(each) for each in measured.get(("empty", Program(contender, 2)), [])]
-        if own:
-            what = f"ms of an empty step, {_WORDS[contender]}"
-            found.append(Target(what, statistics.median(own), bound, at_most=True, spread=(min(own), max(own))))
+    for (model, program), figures in measured.items():
+        own = [1000 * step_s(each) for each in figures]
+        what = f"ms of a step, {model}, {_WORDS[program.contender]} {program.num_replicas}"
+        bound = _EMPTY_MS.get(program) if model == "empty" else None
+        found.append(Target(what, statistics.median(own), bound, at_most=True, spread=(min(own), max(own))))
     for size in (2, 4):
         for model in models:
-            pair = [measured.get((model, Program(name, size)), []) for name in ("ddp", "stratagem")]
-            ratios = [step_s(theirs) / step_s(own) for theirs, own in zip(*pair, strict=False)]
-            if ratios:
+            if (model, Program("ddp", size)) in measured:
+                programs = Program("stratagem", size), Program("ddp", size)
                 bound = _OVER_DDP if size == 2 and model.startswith("stack") else None
-                spread = min(ratios), max(ratios)
-                found.append(
-                    Target(f"{model} over DDP, {size} replicas", statistics.median(ratios), bound, spread=spread)
-                )
+                found.append(ratio(f"{model} over DDP, {size} replicas", measured, model, programs, speed, bound))
     return found
 
 
@@ -107,26 +100,21 @@ def parts(models: Sequence[str]) -> list[list[str]]:
 
 def main() -> None:
     """Measures, prints the tables, writes the files."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    models = options.models.split(",")
-    console = Console(width=130)
-    measured = measure(models, options.rounds, console)
+    options = parse(__doc__ or "", MODELS, WORKLOADS)
+    models = options.models
+    measured = measure_contests(contests(models), options.rounds, Console(width=130))
     tables = {
         "ms of a step / of processor time in it": (("program", *models), rows(measured, models)),
-        "ms of the parts of a step, MirroredStrategy 2": (("part", *models), parts(models)),
+        _PARTS: (("part", *models), parts(models)),
         "stratagem against DDP": (TARGET_COLUMNS, [each.cells() for each in targets(measured, models)]),
     }
     for title, (columns, cells) in tables.items():
         show(title, columns, cells)
     RESULTS.mkdir(exist_ok=True)
-    text = [f"## {title}\n\n{markdown(columns, cells)}" for title, (columns, cells) in tables.items()]
-    (RESULTS / "run_cost.md").write_text("\n".join(text))
     figures = {f"{model}, {program}": found for (model, program), found in measured.items()}
-    judged = [each.as_json() for each in targets(measured, models)]
-    (RESULTS / "run_cost.json").write_text(json.dumps({"rounds": figures, "targets": judged}, indent=2))
+    content = {"num_rounds": options.rounds, "environment": machine(), "measured": figures}
+    content |= {"parts_ms": tables[_PARTS][1], "targets": [each.as_json() for each in targets(measured, models)]}
+    (RESULTS / "run_cost.json").write_text(json.dumps(content, indent=2))
 
 
 if __name__ == "__main__":

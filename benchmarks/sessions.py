@@ -1,13 +1,14 @@
 """Compares a session whose graph lies on two shares of the CPU with the same graph on one share; judges the targets."""
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 import stratagem as sg
-from benchmarks.measure import Reading, interleaved, report
+from benchmarks.measure import RESULTS, Reading, interleaved, report
 from benchmarks.tables import TARGET_COLUMNS, Target, show
 
 _AT_LEAST = 1.7
@@ -85,6 +86,9 @@ def main() -> None:
     torch.manual_seed(0)
     targets = [measure(name, build, options.rounds) for name, build in (("products", products), ("towers", towers))]
     show("Sessions", TARGET_COLUMNS, [target.cells() for target in targets])
+    RESULTS.mkdir(exist_ok=True)
+    content = {"num_rounds": options.rounds, "targets": [target.as_json() for target in targets]}
+    (RESULTS / "sessions.json").write_text(json.dumps(content, indent=2))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Compares training speed, start-up and memory with plain torch, DDP and Hogwild, and judges the targets.
+"""Compares training speed, start-up and memory with plain torch and DDP, and judges the targets.
 
-Every run is a command of its own (`contender`), started in turns: round by round, model by model, the
-order turned around every other round.
+Programs (`contender`) measure their steps in turns, model by model. Start-up and memory are those of a program that is
+alone on the machine, started in turns too.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import training_plot
 from benchmarks.contender import PREFIX, Figures
 from benchmarks.measure import RESULTS
 from benchmarks.models import WORKLOADS
 from benchmarks.processes import CommandFailed, run
-from benchmarks.tables import TARGET_COLUMNS, Target, markdown, show
+from benchmarks.tables import TARGET_COLUMNS, Target, show
+from benchmarks.turns import take_turns
 
 NUM_WORKERS = 2
 
@@ -35,11 +35,11 @@ _LOSS_TOLERANCE = 1e-3
 _WITH_STATISTICS = ("resnet50",)
 
 # The targets, for 2 cores. Against DDP by model and number of replicas; nowhere below 1.
-_AGAINST_DDP = {("mlp", 2): 1.3, ("mlp", 4): 1.5, ("wide", 2): 1.5, ("transformer", 2): 1.12, ("cnn", 2): 1.05}
-_AGAINST_SINGLE = {"mlp": 0.9, "cnn": 1.0, "transformer": 0.97}
-_AGAINST_HOGWILD = {"wide": 0.85}
+_AGAINST_DDP = {("mlp", 2): 1.4, ("mlp", 4): 1.5, ("wide", 2): 1.5, ("transformer", 2): 1.15, ("cnn", 2): 1.05}
+_AGAINST_SINGLE = {"mlp": 0.97, "cnn": 1.0, "transformer": 0.97}
 _MEMORY_AGAINST_DDP = {("wide", 4): 0.75}
-_START_UP_AGAINST_DDP = {2: 1.0}
+_START_UP_AGAINST_DDP = {2: 0.6}
+_ALONE = ("mlp", "wide")  # of which start-up and memory are taken
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -64,15 +64,13 @@ class Program:
         return [sys.executable, *launcher, "-m", "benchmarks.contender", self.contender, model, *replicas]
 
     def measure(self, model: str) -> Figures:
-        """Runs it once.
+        """Runs it once, alone.
 
         Raises:
             CommandFailed: It has no figures to show.
         """
-        left_out = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "BENCHMARK_STARTED")
-        environment = {name: value for name, value in os.environ.items() if name not in left_out}
         started = {"BENCHMARK_STARTED": repr(time.time())}
-        output = run(self.command(model), environment=environment | started, timeout_s=_TIMEOUT_S)
+        output = run(self.command(model), environment=environment() | started, timeout_s=_TIMEOUT_S)
         lines = [line for line in output.splitlines() if line.startswith(PREFIX)]
         if not lines:
             raise CommandFailed(f"no figures\n{output[-3000:]}")
@@ -80,7 +78,20 @@ class Program:
         return figures
 
 
+def environment() -> dict[str, str]:
+    """The environment of all programs: nobody's number of threads is set."""
+    left_out = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    return {name: value for name, value in os.environ.items() if name not in left_out}
+
+
 SINGLE = Program("single", 1)
+
+
+Contest = tuple[str, Sequence[Program]]
+"""A model, and the programs that measure it in turns."""
+
+Measured = dict[tuple[str, Program], list[Figures]]
+"""The figures of all rounds, by model and program."""
 
 
 class Results:
@@ -88,40 +99,24 @@ class Results:
 
     name, title = "training", "Training"
 
-    def __init__(self, plan: dict[str, list[Program]], sizes: Sequence[int]) -> None:
-        self.plan = plan
-        self.sizes = sizes
-        # One for each round; `None` where a run failed.
-        self.figures: dict[tuple[str, Program], list[Figures | None]] = {
-            (model, program): [] for model, programs in plan.items() for program in programs
-        }
+    def __init__(self, models: Sequence[str], sizes: Sequence[int]) -> None:
+        self.models, self.sizes = models, sizes
+        self.steps: Measured = {}
+        self.alone: Measured = {}
 
-    def values(self, model: str, program: Program, of: Callable[[Figures], float]) -> list[float]:
-        """A quantity in every round that has it."""
-        return [of(each) for each in self.figures.get((model, program), []) if each is not None]
+    def contests(self) -> Iterator[Contest]:
+        """Who measures in turns with whom; one process with the fewest replicas only."""
+        for model in self.models:
+            for size in self.sizes:
+                others = [Program("ddp", size), Program("stratagem", size)]
+                yield model, [SINGLE, *others] if size == self.sizes[0] else others
 
-    def median(self, model: str, program: Program, of: Callable[[Figures], float]) -> float | None:
-        """A quantity, its median over the rounds."""
-        values = self.values(model, program, of)
-        return statistics.median(values) if values else None
-
-    def examples_per_s(self, model: str, program: Program) -> float | None:
-        """From the median of the rounds' median steps."""
-        seconds = self.median(model, program, step_s)
-        return None if seconds is None else _batch_size(model) / seconds
-
-    def ratio(self, model: str, programs: tuple[Program, Program], of: Callable[[Figures], float]) -> float | None:
-        """One program's median over another's."""
-        first, second = (self.median(model, program, of) for program in programs)
-        return None if first is None or second is None else first / second
-
-    def spread(
-        self, model: str, programs: tuple[Program, Program], of: Callable[[Figures], float]
-    ) -> tuple[float, float] | None:
-        """The least and the greatest ratio of two programs within one round."""
-        pairs = zip(*(self.figures.get((model, program), []) for program in programs), strict=False)
-        ratios = [of(first) / of(second) for first, second in pairs if first is not None and second is not None]
-        return (min(ratios), max(ratios)) if ratios else None
+    def programs_alone(self) -> list[tuple[str, Program]]:
+        """Whose start-up and memory is taken."""
+        models = [model for model in self.models if model in _ALONE]
+        return [
+            (model, Program(name, size)) for model in models for size in self.sizes for name in ("ddp", "stratagem")
+        ]
 
     def targets(self) -> list[Target]:
         """Every ratio of interest, with what it should be."""
@@ -129,104 +124,97 @@ class Results:
 
     def _speed_targets(self) -> Iterator[Target]:
         for size in self.sizes:
-            for model in self.plan:
+            for model in self.models:
                 bound = _AGAINST_DDP.get((model, size), 1.0)
-                yield self._target(f"examples/s of DDP, {model}, {size} replicas", model, size, "ddp", speed, bound)
-        for model in self.plan if 2 in self.sizes else ():
+                programs = Program("stratagem", size), Program("ddp", size)
+                yield ratio(f"examples/s of DDP, {model}, {size} replicas", self.steps, model, programs, speed, bound)
+        for model in self.models if self.sizes[0] == 2 else ():
+            programs = Program("stratagem", 2), SINGLE
             bound = _AGAINST_SINGLE.get(model)
-            yield self._target(f"examples/s of one process, {model}, 2 replicas", model, 2, "single", speed, bound)
-        for model, bound in _AGAINST_HOGWILD.items():
-            if (model, Program("hogwild", 2)) in self.figures:
-                yield self._target(f"examples/s of Hogwild, {model}, 2 replicas", model, 2, "hogwild", speed, bound)
+            yield ratio(f"examples/s of one process, {model}, 2 replicas", self.steps, model, programs, speed, bound)
 
     def _other_targets(self) -> Iterator[Target]:
-        for size in self.sizes:
-            for model in self.plan:
-                bound = _START_UP_AGAINST_DDP.get(size)
-                what = f"start-up of torchrun + DDP, {model}, {size} replicas"
-                yield self._target(what, model, size, "ddp", first_step_s, bound, at_most=True)
-        for size in self.sizes:
-            for model in self.plan:
-                bound = _MEMORY_AGAINST_DDP.get((model, size))
-                what = f"memory (PSS) of DDP, {model}, {size} replicas"
-                yield self._target(what, model, size, "ddp", pss_mb, bound, at_most=True)
-
-    def _target(
-        self,
-        what: str,
-        model: str,
-        size: int,
-        against: str,
-        of: Callable[[Figures], float],
-        bound: float | None,
-        *,
-        at_most: bool = False,
-    ) -> Target:
-        other = SINGLE if against == "single" else Program(against, size)
-        programs = (Program("stratagem", size), other)
-        return Target(what, self.ratio(model, programs, of), bound, at_most, self.spread(model, programs, of))
+        kinds = (("start-up of torchrun + DDP", first_step_s), ("memory (PSS) of DDP", pss_mb))
+        for what, of in kinds:
+            for model, program in self.programs_alone():
+                if program.contender == "stratagem":
+                    size = program.num_replicas
+                    bound = (
+                        _START_UP_AGAINST_DDP.get(size)
+                        if of is first_step_s
+                        else _MEMORY_AGAINST_DDP.get((model, size))
+                    )
+                    programs = program, Program("ddp", size)
+                    yield ratio(
+                        f"{what}, {model}, {size} replicas", self.alone, model, programs, of, bound, at_most=True
+                    )
 
     def wrong_losses(self) -> list[str]:
-        """Synchronous programs that did not train as one process does: their speed means nothing."""
+        """Programs that did not train as the first of their contest does: their speed means nothing."""
         wrong = []
-        for model, program in self.figures:
+        for model, programs in self.contests():
             # Batch normalization that is not synchronized has the statistics of a replica's rows, as with DDP.
-            like = Program("ddp", program.num_replicas) if model in _WITH_STATISTICS and program != SINGLE else SINGLE
-            expected, found = (self.median(model, each, lambda figures: figures["loss"]) for each in (like, program))
-            if program.contender == "hogwild" or expected is None or found is None:
-                continue
-            if abs(found - expected) > _LOSS_TOLERANCE * max(1.0, abs(expected)):
-                wrong.append(f"{model}, {program}: loss {found:.5f} where {like} has {expected:.5f}")
+            alike = [each for each in programs if each != SINGLE] if model in _WITH_STATISTICS else programs
+            losses = [median(self.steps, model, program, lambda figures: figures["loss"]) for program in alike]
+            for program, loss in zip(alike, losses, strict=True):
+                if abs(loss - losses[0]) > _LOSS_TOLERANCE * max(1.0, abs(losses[0])):
+                    wrong.append(f"{model}, {program}: loss {loss:.5f} where {alike[0]} has {losses[0]:.5f}")
         return wrong
 
     def rows(self) -> list[list[str]]:
         """The table of all programs."""
         rows = []
-        for model, program in self.figures:
-            seconds = self.values(model, program, step_s)
-            if not seconds:
-                rows.append([model, program.contender, str(program.num_replicas), "failed", *[""] * 6])
-                continue
-            ddp = Program("ddp", program.num_replicas)
-            of_ddp = self.ratio(model, (program, ddp), speed)
-            of_single = self.ratio(model, (program, SINGLE), speed)
+        for model, program in self.steps:
+            seconds = [step_s(each) for each in self.steps[model, program]]
             rows.append(
                 [
                     model,
                     program.contender,
                     str(program.num_replicas),
-                    f"{self.examples_per_s(model, program):.1f}",
-                    f"{1000 * statistics.median(seconds):.1f} ({1000 * min(seconds):.1f}..{1000 * max(seconds):.1f})",
-                    "" if of_ddp is None else f"{of_ddp:.2f}",
-                    "" if of_single is None else f"{of_single:.2f}",
-                    f"{self.median(model, program, first_step_s):.1f}",
-                    f"{self.median(model, program, pss_mb):.0f}",
-                    f"{self.median(model, program, lambda figures: figures['loss']):.4f}",
+                    f"{_batch_size(model) / statistics.median(seconds):.1f}",
+                    f"{1000 * statistics.median(seconds):.2f} ({1000 * min(seconds):.2f}..{1000 * max(seconds):.2f})",
+                    f"{median(self.steps, model, program, lambda figures: figures['loss']):.4f}",
                 ]
             )
         return rows
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for later."""
-        measured: dict[str, dict[str, Any]] = {model: {} for model in self.plan}
-        for (model, program), figures in self.figures.items():
-            measured[model][str(program)] = {
-                "step_s": self.median(model, program, step_s),
-                "examples_per_s": self.examples_per_s(model, program),
-                "first_step_s": self.median(model, program, first_step_s),
-                "pss_mb": self.median(model, program, pss_mb),
-                "rounds": figures,
-            }
-        targets = [target.as_json() for target in self.targets()]
-        return {"environment": _environment(), "measured": measured, "targets": targets}
+        measured = {
+            kind: {f"{model}, {program}": figures for (model, program), figures in found.items()}
+            for kind, found in (("steps", self.steps), ("alone", self.alone))
+        }
+        return {"environment": machine(), "measured": measured, "targets": [each.as_json() for each in self.targets()]}
 
 
-COLUMNS = ("model", "program", "replicas", "examples/s", "step ms (rounds)", "x DDP", "x single")
-COLUMNS += ("start-up s", "PSS MB", "loss")
+COLUMNS = ("model", "program", "replicas", "examples/s", "step ms (rounds)", "loss")
+
+
+def ratio(
+    what: str,
+    measured: Measured,
+    model: str,
+    programs: tuple[Program, Program],
+    of: Callable[[Figures], float],
+    bound: float | None = None,
+    *,
+    at_most: bool = False,
+) -> Target:
+    """One program's median over another's, with the least and the greatest of one round."""
+    own, others = ([of(each) for each in measured.get((model, program), [])] for program in programs)
+    if not own or not others:
+        return Target(what, None, bound, at_most)
+    ratios = [one / other for one, other in zip(own, others, strict=True)]
+    return Target(what, statistics.median(own) / statistics.median(others), bound, at_most, (min(ratios), max(ratios)))
+
+
+def median(measured: Measured, model: str, program: Program, of: Callable[[Figures], float]) -> float:
+    """A quantity, its median over the rounds."""
+    return statistics.median(of(each) for each in measured[model, program])
 
 
 def step_s(figures: Figures) -> float:
-    """The median step of one run."""
+    """The median step of one round."""
     return statistics.median(figures["seconds"])
 
 
@@ -249,7 +237,8 @@ def _batch_size(model: str) -> int:
     return len(WORKLOADS[model].make_batch()[0])
 
 
-def _environment() -> dict[str, object]:
+def machine() -> dict[str, object]:
+    """Where and with what it was measured."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -260,95 +249,78 @@ def _environment() -> dict[str, object]:
     }
 
 
-def make_plan(models: Sequence[str], sizes: Sequence[int]) -> dict[str, list[Program]]:
-    """What to run for each model."""
-    plan = {}
-    for model in models:
-        plan[model] = [SINGLE]
-        for size in sizes:
-            plan[model] += [Program("ddp", size), Program("stratagem", size)]
-            if size == 2 and model in _AGAINST_HOGWILD:
-                plan[model].append(Program("hogwild", size))
-    return plan
+def measure_contests(contests: Iterable[Contest], num_rounds: int, console: Console) -> Measured:
+    """Lets the programs of each contest measure in turns.
+
+    Raises:
+        CommandFailed: A program failed.
+    """
+    measured: Measured = {}
+    for model, programs in contests:
+        console.print(f"[dim]{model}: {', '.join(map(str, programs))}[/]")
+        commands = {program: program.command(model) for program in programs}
+        for program, figures in take_turns(commands, num_rounds, environment()).items():
+            measured[model, program] = figures
+    return measured
 
 
-def measure_all(results: Results, num_rounds: int, console: Console) -> int:
-    """Runs the plan; returns how many runs failed. Results are written after every round."""
-    num_failed = 0
-    num_runs = num_rounds * len(results.figures)
-    done = 0
-    for round_number in range(num_rounds):
-        for model, programs in results.plan.items():
-            for program in programs if round_number % 2 == 0 else reversed(programs):
-                done += 1
-                console.print(f"[dim]{done}/{num_runs}  round {round_number + 1}  {model}  {program}[/]")
-                try:
-                    figures = program.measure(model)
-                except CommandFailed as error:
-                    num_failed += 1
-                    figures = None
-                    console.print(f"{model}, {program}: {error}", style="red", markup=False)
-                results.figures[model, program].append(figures)
-        write(results, round_number + 1)
-    return num_failed
+def measure_alone(programs: Sequence[tuple[str, Program]], num_rounds: int, console: Console) -> Measured:
+    """Starts each program in every round, when no other runs.
 
-
-def write(results: Results, num_rounds: int) -> None:
-    """Writes what is known so far: JSON, markdown and picture."""
-    RESULTS.mkdir(exist_ok=True)
-    content = {"num_rounds": num_rounds, **results.as_json()}
-    (RESULTS / f"{results.name}.json").write_text(json.dumps(content, indent=2))
-    environment = _environment()
-    note = (
-        f"Medians of {num_rounds} interleaved round(s) on {environment['cores']} cores ({environment['cpu']}), "
-        f"torch {environment['torch']}. x DDP: examples per second over those of DDP with as many replicas; "
-        f"x single: over those of one process on all cores. Memory is that of all processes, launchers included."
-    )
-    parts = [
-        f"# {results.title}\n\n{note}\n",
-        markdown(COLUMNS, results.rows(), num_left=2),
-        "## Targets\n\nstratagem over the program that is named; `rounds` is the least and the most of one round.\n",
-        markdown(TARGET_COLUMNS, [target.cells() for target in results.targets()]),
-    ]
-    (RESULTS / f"{results.name}.md").write_text("\n".join(parts))
-    if type(results) is Results:
-        training_plot.draw(content, RESULTS / "training.png")
+    Raises:
+        CommandFailed: A program failed.
+    """
+    measured: Measured = {key: [] for key in programs}
+    for number in range(num_rounds):
+        console.print(f"[dim]start-up and memory, round {number + 1} of {num_rounds}[/]")
+        for model, program in programs if number % 2 == 0 else reversed(programs):
+            measured[model, program].append(program.measure(model))
+    return measured
 
 
 def main() -> None:
     """Measures, prints the tables, writes the files."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default=",".join(("mlp", "cnn", "transformer", "wide")))
-    parser.add_argument("--replicas", default="2,4")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    models, sizes = options.models.split(","), [int(size) for size in options.replicas.split(",")]
-    if unknown := [model for model in models if model not in WORKLOADS]:
-        parser.error(f"no model {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
-    if min(sizes) < 2 or options.rounds < 1:
-        parser.error("at least 2 replicas and 1 round are needed")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that no run is left behind
-    console = Console(width=130)
+    options = parse(__doc__ or "", ("mlp", "cnn", "transformer", "wide"), WORKLOADS)
     # The first import after a change compiles, and reads from the disk; that is nobody's start-up.
     warm_up = "import torch.distributed.run, torch._dynamo, stratagem"
     run([sys.executable, "-c", warm_up], environment=os.environ, timeout_s=_TIMEOUT_S)
+    run_and_report(Results(options.models, options.replicas), options.rounds)
 
-    run_and_report(Results(make_plan(models, sizes), sizes), options.rounds, console)
+
+def parse(description: str, models: Sequence[str], known: Container[str]) -> argparse.Namespace:
+    """What the command line asks for."""
+
+    def listed(text: str) -> list[str]:
+        if unknown := [model for model in text.split(",") if model not in known]:
+            raise argparse.ArgumentTypeError(f"no model {', '.join(unknown)}; there are {', '.join(known)}")
+        return text.split(",")
+
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--models", type=listed, default=list(models), help="their names, with commas between them")
+    parser.add_argument("--replicas", type=lambda text: [int(size) for size in text.split(",")], default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    if min(options.replicas) < 2 or options.rounds < 1:
+        parser.error("at least 2 replicas and 1 round are needed")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that no run is left behind
+    return options
 
 
-def run_and_report(results: Results, num_rounds: int, console: Console) -> None:
-    """Measures all of it, and says whether the targets are met."""
-    num_failed = measure_all(results, num_rounds, console)
-    show(results.title.lower(), COLUMNS, results.rows(), num_left=2)
+def run_and_report(results: Results, num_rounds: int) -> None:
+    """Measures all of it, writes it down, and says whether the targets are met."""
+    console = Console(width=130)
+    results.steps = measure_contests(results.contests(), num_rounds, console)
+    results.alone = measure_alone(results.programs_alone(), num_rounds, console)
     targets = results.targets()
+    show(results.title.lower(), COLUMNS, results.rows(), num_left=2)
     show("stratagem against the others", TARGET_COLUMNS, [target.cells() for target in targets])
     num_met, num_bounds = sum(target.met is True for target in targets), sum(t.bound is not None for t in targets)
-    console.print(f"{num_met} of {num_bounds} targets met; figures in {RESULTS}/{results.name}.json and .md")
-    wrong = results.wrong_losses()
-    for each in wrong:
-        console.print(each, style="red", markup=False)
-    if num_failed or wrong:
-        sys.exit(f"{num_failed} run(s) failed, {len(wrong)} program(s) trained wrongly")
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{results.name}.json"
+    path.write_text(json.dumps({"num_rounds": num_rounds, **results.as_json()}, indent=2))
+    console.print(f"{num_met} of {num_bounds} targets met; figures in {path}")
+    if wrong := results.wrong_losses():
+        sys.exit("programs trained wrongly:\n" + "\n".join(wrong))
 
 
 if __name__ == "__main__":
