@@ -94,7 +94,7 @@ def main() -> None:
         return
     files = _files(HISTORY)
     if not files or not measured():
-        raise SystemExit("there is nothing to compare: `make bench` measures, and `make bench-record` keeps its ratios")
+        raise SystemExit("there is nothing to compare: `make bench` measures")
     found = rows(newest(), measured())
     show(f"ratios of this tree against {files[-1].stem}", ("ratio", "then", "now", "holds"), found)
     fallen = sum(row[-1] == "NO" for row in found)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import history
+from benchmarks import documents, history
 
 
 def ratio(value: float, low: float, high: float, *, at_most: bool = False) -> dict[str, object]:
@@ -41,3 +41,22 @@ def test_ratios_are_kept_by_version_and_fallen_ones_come_first(tmp_path: Path) -
         ["one: slow", "1.00 (0.90..1.10)", "0.50 (0.40..0.60)", "NO"],
         ["one: fast", "1.30 (1.20..1.40)", "1.30 (1.25..1.35)", "yes"],
     ]
+
+
+def test_the_tables_of_the_documents_are_those_of_the_figures() -> None:
+    paths = list(documents.documents())
+    assert {"README.md", "performance.md"} <= {path.name for path in paths}
+    for path in paths:
+        assert documents.filled(path.read_text(), history.newest()) == path.read_text(), (
+            f"{path} has other figures than benchmarks/history; python -m benchmarks.documents writes them"
+        )
+
+
+def test_a_table_has_what_was_measured_and_leaves_the_rest_empty() -> None:
+    text = "a\n\n<!-- figures: keras -->\n\nold\n<!-- end of figures -->\n\nb\n"
+    figures = {"keras_fit": {"examples/s of plain Keras, cnn, 2 replicas": ratio(1.234, 1.1, 1.5)}}
+    new = documents.filled(text, figures)
+    assert "| cnn | 1.23 (1.10..1.50) |\n| mlp |  |\n" in new
+    assert documents.filled(new, figures) == new
+    assert new.startswith("a\n")
+    assert new.endswith("<!-- end of figures -->\n\nb\n")

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 import threading
 from pathlib import Path
 
@@ -114,6 +115,38 @@ def test_abandoned_workers_in_children_end_with_the_next_epoch(host):
     unused = iter(data)
     assert host.run(num_worker_processes, ())[1:] == [0, 0]
     unused.close()
+
+
+class Loaded(Rows):
+    """Rows with the process that loaded them."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index), os.getpid()
+
+
+def test_persistent_workers_stay_for_all_epochs(host):
+    loader = DataLoader(Loaded(13), batch_size=4, num_workers=1, persistent_workers=True)
+    data = distribute(loader, host)
+    processes, seen = [], []
+    for num_batches in (4, 2, 4, 4):  # the second epoch is given up
+        parts = [host.run(lambda batch: batch, batch) for batch in itertools.islice(data, num_batches)]
+        processes.append({pid for part in parts for _, pids in part for pid in pids.tolist()})
+        seen.append([sum(len(pids) for _, pids in part) for part in parts])
+    assert processes == [processes[0]] * 4
+    assert len(processes[0]) == 3
+    assert seen == [[4, 4, 4, 3], [4, 4], [4, 4, 4, 3], [4, 4, 4, 3]]
+    data.close()
+    assert host.run(num_worker_processes, ())[1:] == [0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 6")
+@pytest.mark.parametrize(("num_workers", "num_in_each"), [(2, 1), (6, 2)])
+def test_replicas_share_the_workers_of_a_loader(host, num_workers, num_in_each):
+    data = distribute(DataLoader(Rows(30), batch_size=3, num_workers=num_workers), host)
+    epoch = iter(data)
+    host.run(rows_of, next(epoch))
+    assert host.run(num_worker_processes, ())[1:] == [num_in_each, num_in_each]
+    epoch.close()
 
 
 def test_arrays_are_sent_once(host):

@@ -63,7 +63,7 @@ class DistributedLoader(StaysHere):
         self.key = next(_keys)
         self.lease = Lease()
         self.template: Any = None
-        self.source = _source_of(loader)
+        self.source = _source_of(loader, len(host.replicas_here))
         self._epochs = itertools.count(1)
         self._sent = False
         self._probed = loader.collate_fn in (default_collate, as_they_are)
@@ -318,16 +318,18 @@ def _checksum(indices: Sequence[Any]) -> int | None:
         return None
 
 
-def _source_of(loader: DataLoader[Any]) -> Source:
+def _source_of(loader: DataLoader[Any], num_replicas: int) -> Source:
+    """What a replica loads with; the replicas of a machine share the workers that the loader asks for."""
     context = loader.multiprocessing_context
     return Source(
         loader.dataset,
         loader.collate_fn,
-        num_workers=loader.num_workers,
+        num_workers=-(-loader.num_workers // num_replicas),
         prefetch_factor=loader.prefetch_factor,
         timeout_s=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         start_method=context.get_start_method() if context is not None else None,
+        persistent_workers=loader.persistent_workers,
         pin_memory=loader.pin_memory,
         in_memory=isinstance(loader.dataset, data.TensorDataset | ArrayDataset),
     )

@@ -10,6 +10,7 @@ import functools
 import signal
 import sys
 import threading
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,7 @@ class Source:
     timeout_s: float = 0
     worker_init_fn: Callable[[int], None] | None = None
     start_method: str | None = None
+    persistent_workers: bool = False
     pin_memory: bool = False
     in_memory: bool = False
 
@@ -61,7 +63,7 @@ class Source:
         return self.num_workers * (self.prefetch_factor or 2) if self.num_workers else 1
 
     def loader(self, seed: int) -> "Loader":
-        """A loader for one replica and one epoch."""
+        """A loader for one replica and one epoch, or for many if it can go on."""
         return WorkerLoader(self, seed) if self.num_workers else ThreadLoader(self)
 
 
@@ -81,6 +83,10 @@ class Loader(ABC):
 
     @abstractmethod
     def _load(self, number: int, indices: Indices, ahead: Sequence[Numbered]) -> Any: ...
+
+    def go_on(self) -> bool:
+        """At the end of an epoch: makes itself ready for another one; whether it can."""
+        return False
 
     @abstractmethod
     def close(self) -> None:
@@ -129,33 +135,44 @@ class WorkerLoader(Loader):
         self._generator = torch.Generator().manual_seed(seed)
         self._feed: deque[Indices] = deque()
         self._fed: deque[int] = deque()
+        self._workers: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
 
     def _load(self, number: int, indices: Indices, ahead: Sequence[Numbered]) -> Any:
-        if not self._fed:  # new, or too far behind: workers without work have been told to end
-            self.close()
+        if not self._fed:  # new, or too far behind: workers without work have been told to end or to wait
+            self._batches = None
+            self._feed.clear()
         newest = self._fed[-1] if self._fed else -sys.maxsize
         for each, own in ((number, indices), *ahead):
             if each > newest:
                 self._feed.append(own)
                 self._fed.append(each)
         if self._batches is None:
-            self._batches = self._start()
+            with warnings.catch_warnings():  # of more workers than cores: the program's own loader has said so
+                warnings.filterwarnings("ignore", "This DataLoader will create")
+                if self._workers is None:
+                    self._workers = self._make()
+                self._batches = iter(self._workers)  # the same processes again, if they persist
         while self._fed.popleft() != number:
             with contextlib.suppress(Exception):  # a batch that nobody wanted
                 next(self._batches)
         return next(self._batches)
 
+    def go_on(self) -> bool:
+        self._fed.clear()
+        self._latest = -sys.maxsize
+        return self._source.persistent_workers
+
     def close(self) -> None:
         # The iterator of a DataLoader ends and joins its workers when it goes.
-        self._batches = None
+        self._batches = self._workers = None
         self._feed.clear()
         self._fed.clear()
 
-    def _start(self) -> Iterator[Any]:
+    def _make(self) -> DataLoader[Any]:
         source = self._source
         in_child = this_child() is not None
-        loader: DataLoader[Any] = DataLoader(
+        return DataLoader(
             source.dataset,
             batch_sampler=_Feed(self._feed),  # type: ignore[arg-type]  # any iterable will do
             collate_fn=source.collate_fn,
@@ -166,9 +183,9 @@ class WorkerLoader(Loader):
             # A child has the user's classes by value; only a fork of it has them too.
             multiprocessing_context=source.start_method or ("fork" if in_child else None),
             pin_memory=source.pin_memory and torch.accelerator.is_available(),
+            persistent_workers=source.persistent_workers,
             generator=self._generator,
         )
-        return iter(loader)
 
 
 @final

@@ -111,6 +111,7 @@ class _KnownSource:
     def __init__(self, source: Source) -> None:
         self.source = source
         self._loaders: dict[tuple[int, int], Loader] = {}
+        self._waiting: dict[int, Loader] = {}  # for another epoch, by replica
         self._latest: dict[tuple[int, int], tuple[int, list[Any]]] = {}
         self._ended: set[int] = set()
 
@@ -120,7 +121,8 @@ class _KnownSource:
             return self.source.fetch(portion.indices)
         place = portion.epoch, portion.replica
         if place not in self._loaders:
-            self._loaders[place] = self.source.loader(portion.seed + portion.replica)
+            waiting = self._waiting.pop(portion.replica, None)
+            self._loaders[place] = waiting or self.source.loader(portion.seed + portion.replica)
         return self._loaders[place].load(portion.number, portion.indices, portion.ahead)
 
     def leaves(self, portion: Portion) -> list[Any]:
@@ -134,12 +136,16 @@ class _KnownSource:
     def release(self, epoch: int) -> None:
         self._ended.add(epoch)
         for place in [each for each in self._loaders if each[0] == epoch]:
-            self._loaders.pop(place).close()
+            loader = self._loaders.pop(place)
+            if place[1] not in self._waiting and loader.go_on():
+                self._waiting[place[1]] = loader
+            else:
+                loader.close()
         for place in [each for each in self._latest if each[0] == epoch]:
             del self._latest[place]
 
     def close(self) -> None:
-        for loader in self._loaders.values():
+        for loader in (*self._loaders.values(), *self._waiting.values()):
             loader.close()
 
 
