@@ -379,3 +379,24 @@ def test_changes_in_large_containers_are_seen_without_packing_them(kind: Any) ->
     assert is_sent_again(step, lambda: rows[0][1].update(other=5))
     assert not is_sent_again(step, lambda: rows[0][1].update(number=5))
     assert not is_sent_again(step, lambda: None)
+
+
+def test_what_a_step_turns_to_is_watched_from_then_on() -> None:
+    first, second = {"x": 1}, {"x": 2}
+    box = {"now": first}
+
+    def step() -> int:
+        return box["now"]["x"]
+
+    def other() -> int:
+        return second["x"]
+
+    captured = Captured(Registry(keeps=False))
+    for function in (other, step, step, step):
+        captured.prepare(function)
+        captured.note_run()
+    captured.prepare(step)
+    box["now"] = second  # in the step
+    captured.note_run()
+    second["x"] = 3
+    assert captured.prepare(step).changes == [({"x": 3}, [])]

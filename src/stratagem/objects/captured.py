@@ -72,6 +72,7 @@ class Captured:
         self._memory: list[tuple[int, int, int]] | None = None  # of distributed tensors: from, to, name
         self._limit = _MAX_NODES
         self._in_run: list[KnownObject] = []  # what the function of the last delivery can reach
+        self._again: _Again | None = None  # what must be so for all of that to be as it was then
         self.new_globals: dict[int, Collection[str]] = {}  # of namespaces, in the last delivery
 
     def prepare(self, *roots: Any) -> Delivery:
@@ -82,12 +83,36 @@ class Captured:
         """
         self._sweep()
         self._memory = None
+        following: list[Any] = []
+        generators: list[torch.Generator] = []
+        _follow_arguments(roots[1:], following, generators)
+        if not following and not generators and self._is_same_again(roots[0]):
+            self.new_globals = {}
+            return Delivery([], [], ([], []), [])
         for node in list(self._nodes.values()):  # another thread may drop some
             node.is_sent = True
         preparation = _Preparation(self)
-        delivery = preparation.delivery(roots)
+        _follow_arguments(roots[0], following, generators)
+        delivery = preparation.delivery(following, generators)
         self._in_run = preparation.reached()
+        is_new = delivery.new or delivery.changes or delivery.dropped
+        can_tell = all(node.stamp is not None for node in self._in_run) and isinstance(roots[0], types.FunctionType)
+        self._again = self._now(weakref.ref(roots[0])) if can_tell and not is_new else None
         return delivery
+
+    def _now(self, function: "weakref.ref[types.FunctionType]") -> "_Again":
+        return _Again(function, self._registry.version, self._steady.is_so, self._steady.names)
+
+    def _is_same_again(self, function: Any) -> bool:
+        """Whether a function is that of the last delivery, and all that it can reach is as it was."""
+        again = self._again
+        if again is None or again.function() is not function or self._dropped or again != self._now(again.function):
+            return False
+        for node in self._in_run:
+            obj = node.get()
+            if obj is None or node.stamp is None or not node.stamp.holds(node.kind.identities(obj)):
+                return False
+        return True
 
     def note_run(self) -> None:
         """Notes the state after a run in this process: what steps changed lives in their replicas."""
@@ -99,6 +124,7 @@ class Captured:
             obj = node.get()
             if obj is not None and not self.is_as_before(node, obj):
                 node.state = tokens.state(node.kind, obj)
+                self._again = None  # it may lead to others now
             if node.owners:
                 node.keep_cell(obj)
 
@@ -106,7 +132,7 @@ class Captured:
         """Children may have anything: what the main program has is sent anew."""
         self._dropped += [node.name for node in self._nodes.values()]
         self._nodes.clear()
-        self._in_run = []
+        self._in_run, self._again = [], None
         for node in self._distributed.values():
             node.state, node.stamp = dict.fromkeys(node.state, _UNKNOWN), None
 
@@ -264,6 +290,15 @@ class Captured:
             is_done = not unused
 
 
+class _Again(NamedTuple):
+    """What a delivery with nothing in it depends on, besides the objects that its function can reach."""
+
+    function: "weakref.ref[types.FunctionType]"
+    version: int  # of the registry
+    is_steady: bool
+    steady: set[int]
+
+
 @final
 class References:
     """Names objects on their way to a child.
@@ -335,13 +370,12 @@ class _Preparation:
         """All that was found on the way."""
         return list((self._looked_at | {name: node for name, (node, _) in self._new.items()}).values())
 
-    def delivery(self, roots: Sequence[Any]) -> Delivery:
+    def delivery(self, roots: Sequence[Any], generators: Sequence[torch.Generator]) -> Delivery:
         nodes, classes = self._captured.distributed()
         self._todo += classes | {type(obj) for node in nodes if (obj := node.get()) is not None}
         for node in nodes:
             self._find_changes(node)
-        generators: list[torch.Generator] = []
-        _follow_arguments(roots, self._todo, generators)
+        self._todo += roots
         for each in generators:
             if self._captured.node_of(each) is None:
                 node = self._captured.add(each, GIVEN_RANDOM)

@@ -27,11 +27,12 @@ class Stamp(NamedTuple):
 
     def holds(self, identities: tuple[int, ...] | None) -> bool:
         """Whether the object, which has these identities now, is made of the same."""
-        return (
-            identities == self.identities
-            and not any(node.is_dropped for node in self.known)
-            and all(reference() is not None for reference in self.alive)
-        )
+        if identities != self.identities:
+            return False
+        for node in self.known:
+            if node.is_dropped:
+                return False
+        return None not in [reference() for reference in self.alive]
 
 
 @final
