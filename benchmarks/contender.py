@@ -133,9 +133,9 @@ def stratagem(workload: Workload, size: int) -> Figures:
     """MirroredStrategy on as many shares of the CPU."""
     import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
 
-    _divide(sg, size)
+    divide(sg, size)
     with sg.MirroredStrategy() as strategy:
-        return measure(_distributed_step(strategy, workload), workload.num_steps) | memory(os.getpid())
+        return measure(distributed_step(strategy, workload), workload.num_steps) | memory(os.getpid())
 
 
 def one_device(workload: Workload, _: int) -> Figures:
@@ -143,16 +143,16 @@ def one_device(workload: Workload, _: int) -> Figures:
     import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
 
     with sg.OneDeviceStrategy("cpu:0") as strategy:
-        return measure(_distributed_step(strategy, workload), workload.num_steps) | memory(os.getpid())
+        return measure(distributed_step(strategy, workload), workload.num_steps) | memory(os.getpid())
 
 
 def several_steps(workload: Workload, size: int) -> Figures:
     """MirroredStrategy, with as many steps in one call as `STEPS_IN_A_CALL` says; the time of one."""
     import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
 
-    _divide(sg, size)
+    divide(sg, size)
     with sg.MirroredStrategy() as strategy:
-        step = _distributed_step(strategy, workload, STEPS_IN_A_CALL)
+        step = distributed_step(strategy, workload, STEPS_IN_A_CALL)
         return measure(step, workload.num_steps // 4, steps_in_a_call=STEPS_IN_A_CALL) | memory(os.getpid())
 
 
@@ -161,16 +161,16 @@ def parameter_server(workload: Workload, size: int) -> Figures:
     import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
 
     with sg.ParameterServerStrategy(size) as strategy:
-        return measure(_distributed_step(strategy, workload), workload.num_steps) | memory(os.getpid())
+        return measure(distributed_step(strategy, workload), workload.num_steps) | memory(os.getpid())
 
 
 def central(workload: Workload, size: int) -> Figures:
     """CentralStorageStrategy on as many shares of the CPU."""
     import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
 
-    _divide(sg, size)
+    divide(sg, size)
     with sg.CentralStorageStrategy() as strategy:
-        return measure(_distributed_step(strategy, workload), workload.num_steps) | memory(os.getpid())
+        return measure(distributed_step(strategy, workload), workload.num_steps) | memory(os.getpid())
 
 
 def workers(workload: Workload, _: int) -> Figures:
@@ -178,7 +178,7 @@ def workers(workload: Workload, _: int) -> Figures:
     import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
 
     with sg.MultiWorkerMirroredStrategy() as strategy:
-        figures = measure(_distributed_step(strategy, workload), workload.num_steps, leads=strategy.is_chief)
+        figures = measure(distributed_step(strategy, workload), workload.num_steps, leads=strategy.is_chief)
         if strategy.is_chief:
             figures |= memory(os.getppid())  # the launcher
         strategy.is_any(False)  # the others stay for as long as their memory is counted
@@ -190,7 +190,7 @@ def local_sgd(workload: Workload, _: int) -> Figures:
     import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
 
     with sg.LocalSGDStrategy(SYNC_EVERY) as strategy:
-        steps = _distributed_step(strategy, workload)
+        steps = distributed_step(strategy, workload)
 
         def sync() -> float:  # as many steps as one synchronisation: each costs its share of it
             return [steps() for _ in range(SYNC_EVERY)][-1]
@@ -203,7 +203,8 @@ def local_sgd(workload: Workload, _: int) -> Figures:
         return figures if strategy.is_chief else {}
 
 
-def _divide(sg: Any, size: int) -> None:
+def divide(sg: Any, size: int) -> None:
+    """Makes as many logical devices of the CPU."""
     sg.config.set_logical_device_configuration("cpu:0", [sg.config.LogicalDeviceConfiguration()] * size)
 
 
@@ -222,7 +223,8 @@ def train_step(
     return step
 
 
-def _distributed_step(strategy: Any, workload: Workload, num_steps: int | None = None) -> Callable[[], float]:
+def distributed_step(strategy: Any, workload: Workload, num_steps: int | None = None) -> Callable[[], float]:
+    """Does one step of a workload under a strategy, or several, and returns the loss of the last."""
     if workload is EMPTY:
         return lambda: float(strategy.run(_nothing, num_steps=num_steps) is None)
     with strategy.scope():
