@@ -107,15 +107,18 @@ _RECORDS: Final = "read records with a torch.utils.data.Dataset, or give a tf.da
 _THREADS: Final = "use torch.set_num_threads; a logical device has cores of its own"
 _TF32: Final = "use torch.set_float32_matmul_precision"
 
+_TRACED: Final = "in a graph, record the whole training step with sg.trace"
+_STEPPED: Final = "in a graph, call loss.backward() and optimizer.step(), and fetch graph.updates"
+
 # Of `tf.train`, mostly of version 1: many names for few things.
 _TRAINING: Final = {
-    "AdadeltaOptimizer": "use torch.optim.Adadelta",
-    "AdagradOptimizer": "use torch.optim.Adagrad",
-    "AdamOptimizer": "use torch.optim.Adam",
-    "GradientDescentOptimizer": "use torch.optim.SGD",
-    "MomentumOptimizer": "use torch.optim.SGD(momentum=...)",
-    "Optimizer": "use torch.optim.Optimizer",
-    "RMSPropOptimizer": "use torch.optim.RMSprop",
+    "AdadeltaOptimizer": f"use torch.optim.Adadelta; {_TRACED}",
+    "AdagradOptimizer": f"use torch.optim.Adagrad; {_TRACED}",
+    "AdamOptimizer": f"use torch.optim.Adam; {_TRACED}",
+    "GradientDescentOptimizer": f"use torch.optim.SGD; {_STEPPED}",
+    "MomentumOptimizer": f"use torch.optim.SGD(momentum=...); {_TRACED}",
+    "Optimizer": f"use torch.optim.Optimizer; {_TRACED}",
+    "RMSPropOptimizer": f"use torch.optim.RMSprop; {_TRACED}",
     **dict.fromkeys(
         ("AdagradDAOptimizer", "FtrlOptimizer", "ProximalAdagradOptimizer", "ProximalGradientDescentOptimizer"),
         "use an optimizer of torch.optim or keras.optimizers",

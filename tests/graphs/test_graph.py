@@ -1,5 +1,6 @@
 """Operations of torch are recorded with their shapes, names and devices, and nothing is computed."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -230,6 +231,65 @@ def test_tensors_of_the_program_are_changed_whole_or_not_at_all() -> None:
             session.run(graph.updates, {x: [1.0, 2.0]})
     assert parameter.tolist() == [3.0, 6.0]
     assert buffer.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def linear_loss() -> tuple[Any, Any, Any]:
+    """A placeholder, a variable and a loss of both."""
+    x = sg.placeholder(torch.float32, [None, 3])
+    w = sg.get_variable("w", [3, 1], initializer=torch.nn.init.ones_)
+    return x, w, (x @ w).square().mean()
+
+
+def test_step_of_an_optimizer_is_fetched_as_updates_of_the_graph_and_never_as_none() -> None:
+    with sg.Graph() as graph:
+        x, w, loss = linear_loss()
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        loss.backward()
+        train = optimizer.step()  # type: ignore[func-returns-value]
+    with sg.Session(graph) as session:
+        for fetch in (train, [loss, train], {"train": train}):
+            with pytest.raises(
+                GraphTypeError, match=r"None cannot be fetched\. .* session\.run\(\[loss, graph\.updates"
+            ):
+                session.run(fetch, {x: torch.ones(4, 3)})
+        losses = [session.run([loss, graph.updates], {x: torch.ones(4, 3)})[0].item() for _ in range(3)]
+    torch.testing.assert_close(losses, [9.0, 1.44, 0.2304])
+
+
+@pytest.mark.parametrize("of_module", [False, True])
+@pytest.mark.parametrize("in_block", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.Adam,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        torch.optim.Adagrad,
+    ],
+)
+def test_optimizer_whose_state_a_graph_would_forget_is_refused(make: Any, in_block: bool, of_module: bool) -> None:
+    sg.reset_default_graph()
+    try:
+        with sg.Graph() if in_block else contextlib.nullcontext():
+            x, w, loss = linear_loss()
+            model = torch.nn.Linear(3, 1)
+            loss = model(x).square().mean() if of_module else loss
+            optimizer = make(model.parameters() if of_module else [w])
+            loss.backward()
+            with pytest.raises(GraphError, match=r"keeps state from step to step.*sg\.trace.*torch\.autograd\.grad"):
+                optimizer.step()
+    finally:
+        sg.reset_default_graph()
+
+
+def test_optimizer_of_the_program_steps_while_a_graph_is_open() -> None:
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    before = model.weight.detach().clone()
+    with sg.Graph():
+        linear_loss()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, model.weight)
 
 
 def test_two_graphs_do_not_mix() -> None:

@@ -26,6 +26,7 @@ from stratagem.errors import GraphError, GraphTypeError
 from stratagem.graphs.graph_tensor import GraphTensor, RecordingMode
 from stratagem.graphs.nodes import Initializer, Node, NodeKind, NodeOutput, described, same_form
 from stratagem.graphs.recorder import GraphRecorder
+from stratagem.graphs.trace_optimizers import refuse_state_in_graphs
 from stratagem.placement import scopes
 
 Shape: TypeAlias = Sequence[int] | int
@@ -47,6 +48,9 @@ class Graph(StaysHere):
     torch's generator (`torch.manual_seed`). `sg.constant(torch.rand(2))`, weights and buffers keep their values.
     Gradients that `backward()` puts into parameters are there until the block ends.
 
+    `optimizer.step()` is recorded too, if the optimizer keeps no state (SGD without momentum). It returns None: fetch
+    `graph.updates` to take the step. Record a step of any other optimizer with `sg.trace`.
+
     Example:
         >>> with Graph() as graph:
         ...     x = placeholder(torch.float32, [2, 3], name="x")
@@ -58,6 +62,7 @@ class Graph(StaysHere):
     def __init__(self, *, _recorder: GraphRecorder | None = None) -> None:
         self.recorder = _recorder or GraphRecorder()
         self._entered: list[contextlib.ExitStack] = []
+        refuse_state_in_graphs()
 
     @property
     def nodes(self) -> tuple[Node, ...]:

@@ -92,7 +92,7 @@ def trace(function: Callable[..., Any], *examples: Any) -> Traced:
     """
     if not callable(function):
         raise GraphTypeError(f"a function is traced, got {function!r}")
-    graph = Graph(_recorder=GraphRecorder(adopts_all=True))
+    graph = Graph(_recorder=GraphRecorder(is_trace=True))
     leaves, structure = _tree.flatten(examples)
     with graph, recordable_optimizers():
         given = [
