@@ -173,6 +173,7 @@ class Estimator:
                 session = self._opener.open(ModeKeys.TRAIN, input_fn, strategy, found, stack)
             except InputUsedUpError:
                 self._finish(found)
+                _warn_of_early_end(step_in(found), last_step)
                 return
             if found is None and self.config.restart == FROM_CHECKPOINT:
                 session.save(finished=False)
@@ -193,6 +194,8 @@ class Estimator:
             for _ in _begun(session, ours, begun):
                 pass
             preemption.exit_if_asked()
+            if not session.stop_requested:
+                _warn_of_early_end(session.global_step, last_step)
 
     def evaluate(
         self,
@@ -375,6 +378,16 @@ def _begun(
     if begun is not None:
         begun[:] = hooks
     return session.run(hooks)
+
+
+def _warn_of_early_end(step: int, last_step: int | None) -> None:
+    """Says that an input has ended before the steps that were asked for."""
+    if last_step is not None and step < last_step:
+        warn_caller(
+            f"the input ended at step {step}, and training was to go on to step {last_step}. Let the input repeat its "
+            f"data: return sg.estimator.Input(data, num_epochs=None) from input_fn; or leave steps and max_steps out",
+            StratagemWarning,
+        )
 
 
 def _add_saver(hooks: list[SessionRunHook], config: RunConfig, listeners: Sequence[CheckpointSaverListener]) -> None:
