@@ -97,10 +97,10 @@ class Estimator:
     def train(
         self,
         input_fn: Callable[..., Any],
-        hooks: Sequence[SessionRunHook] = (),
+        hooks: Sequence[SessionRunHook] | None = None,
         steps: int | None = None,
         max_steps: int | None = None,
-        saving_listeners: Sequence[CheckpointSaverListener] = (),
+        saving_listeners: Sequence[CheckpointSaverListener] | None = None,
     ) -> "Estimator":
         """Trains until the input ends, a hook asks for the end, or the steps are done.
 
@@ -117,8 +117,8 @@ class Estimator:
             PreemptedExit: SIGTERM came; the last step is saved, and the program is to end and to be started again.
         """
         require_input_fn(input_fn)
-        require_hooks("hooks", hooks)
-        require_listeners(saving_listeners)
+        hooks = require_hooks("hooks", hooks)
+        saving_listeners = require_listeners(saving_listeners)
         if steps is not None and max_steps is not None:
             raise EstimatorError(f"give steps or max_steps, got both: {steps!r} and {max_steps!r}")
         for name, value in (("steps", steps), ("max_steps", max_steps)):
@@ -201,7 +201,7 @@ class Estimator:
         self,
         input_fn: Callable[..., Any],
         steps: int | None = None,
-        hooks: Sequence[SessionRunHook] = (),
+        hooks: Sequence[SessionRunHook] | None = None,
         checkpoint_path: str | None = None,
         name: str | None = None,
     ) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class Estimator:
             name: Keeps the summaries of several evaluations apart.
         """
         require_input_fn(input_fn)
-        require_hooks("hooks", hooks)
+        hooks = require_hooks("hooks", hooks)
         if steps is not None:
             require_count(EstimatorError, steps=steps)
         self._require_outside("evaluate")
@@ -242,7 +242,7 @@ class Estimator:
         self,
         input_fn: Callable[..., Any],
         predict_keys: Sequence[str] | None = None,
-        hooks: Sequence[SessionRunHook] = (),
+        hooks: Sequence[SessionRunHook] | None = None,
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
     ) -> Iterator[Any]:
@@ -258,7 +258,7 @@ class Estimator:
             A generator: batches are computed when they are asked for.
         """
         require_input_fn(input_fn)
-        require_hooks("hooks", hooks)
+        hooks = require_hooks("hooks", hooks)
         self._require_outside("predict")
         return self._predict(input_fn, predict_keys, hooks, self._find_trained(checkpoint_path), yield_single_examples)
 
