@@ -46,9 +46,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith("__") and (found := _tensorflow_names.find(f"config.{name}")) is not None:
-        return found
-    raise _tensorflow_names.unknown("module 'stratagem.config'", name, __all__)
+    return _tensorflow_names.of_module("config", name, __all__)
 
 
 VirtualDeviceConfiguration = LogicalDeviceConfiguration

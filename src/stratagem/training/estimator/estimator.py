@@ -8,10 +8,11 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 
+from stratagem import _tensorflow_names
 from stratagem._caller import warn_caller
 from stratagem._checks import require_count
 from stratagem.engine import context, random_state
@@ -315,6 +316,10 @@ class Estimator:
             raise EstimatorError(f"the model has no weight {name!r}; it has {', '.join(weights)}")
         value: torch.Tensor = weights[name]
         return value
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """What is not found may be a method of TensorFlow's Estimators."""
+        raise _tensorflow_names.of_estimator(self, name)
 
     def _trained_weights(self) -> dict[str, Any]:
         found = training_state.find_checkpoint(None, self.model_dir)
