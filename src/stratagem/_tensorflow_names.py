@@ -394,6 +394,10 @@ OTHERWISE: Final = {
 }
 """Names of TensorFlow's that mean nothing here, and what to write instead."""
 
+_WRITTEN: Final = (
+    "write to variables in the main program, `with torch.no_grad(): variable.add_(1)`; all replicas see it"
+)
+
 OTHERWISE_OF_STRATEGIES: Final = {
     "between_graph": "leave it out",
     "broadcast": "return the value from the function of strategy.run, or use all_gather of sg.get_replica_context()",
@@ -408,8 +412,8 @@ OTHERWISE_OF_STRATEGIES: Final = {
     "read_var": "read the parameter itself",
     "should_checkpoint": "use strategy.is_chief",
     "should_save_summary": "use strategy.is_chief",
-    "update": "write to variables in the main program; all replicas see it",
-    "update_non_slot": "write to variables in the main program; all replicas see it",
+    "update": _WRITTEN,
+    "update_non_slot": _WRITTEN,
     "value_container": "read the parameter itself",
     "worker_devices": "use strategy.devices",
     "colocate_vars_with": "place variables with sg.device or sg.place",
@@ -421,7 +425,7 @@ OTHERWISE_OF_STRATEGIES: Final = {
     "experimental_replicate_to_logical_devices": "place operations with sg.device",
     "experimental_run": "use strategy.run",
     "experimental_split_to_logical_devices": "place operations with sg.device",
-    "extended": "use the methods of the strategy",
+    "extended": f"use the methods of the strategy; for extended.update, {_WRITTEN}",
     "group": "return values from the function of strategy.run",
     "initialize": "leave it out",
     "make_dataset_iterator": "use iter(strategy.distribute(data))",

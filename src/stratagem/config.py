@@ -128,6 +128,10 @@ def set_memory_growth(device: DeviceLike, enable: bool) -> None:
 
     With a limit, memory grows up to the limit. Without growth, a process takes the memory of a real GPU
     when it begins to serve it; the memory of a simulated GPU must be free at that moment, but is not taken.
+
+    Args:
+        device: The GPU; a kind without a number, `GPU`, means all of its devices.
+        enable: Whether memory is taken when it is needed.
     """
     this_process().set_growth(device, enable)
 

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -306,7 +307,7 @@ def test_two_graphs_do_not_mix() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: sg.placeholder("float32", [2]), "a tensor of a graph has a type of torch"),  # type: ignore[arg-type]
+        (lambda: sg.placeholder("float31", [2]), "a tensor of a graph has a type of torch"),  # type: ignore[arg-type]
         (lambda: sg.placeholder(torch.float32, [None, -3]), "a shape is a list of whole numbers from 0 up"),  # type: ignore[list-item]
         (lambda: sg.constant(object()), "numbers, lists of them, arrays and tensors can be in a graph"),
         (
@@ -347,12 +348,29 @@ def test_shapes_that_are_none(shape: Any) -> None:
             call()
 
 
-@pytest.mark.parametrize("dtype", ["x", "float32", None, 3, float, torch.Tensor])
+@pytest.mark.parametrize("dtype", ["x", "nn", "float31", None, 3, float, torch.Tensor, np.str_, np.datetime64])
 def test_types_that_are_none(dtype: Any) -> None:
     calls: list[Callable[[], object]] = [lambda: sg.placeholder(dtype, [2]), lambda: sg.TensorSpec([2], dtype)]
     for call in calls:
         with sg.Graph(), pytest.raises(GraphTypeError, match=r"has a type of torch, such as torch\.float32, got"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("float", torch.float32),
+        ("int64", torch.int64),
+        (np.float32, torch.float32),
+        (np.dtype("float64"), torch.float64),
+        (np.bool_, torch.bool),
+    ],
+)
+def test_types_may_be_names_and_those_of_numpy(given: Any, expected: torch.dtype) -> None:
+    with sg.Graph():
+        made = [sg.placeholder(given, [2]), sg.get_variable("w", [2], given), sg.constant(1, given)]
+    assert [each.dtype for each in made] == [expected] * 3
+    assert sg.TensorSpec([2], given).dtype is expected
 
 
 def test_nestings_without_end_are_refused() -> None:
