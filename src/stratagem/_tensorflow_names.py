@@ -1,6 +1,7 @@
 """Names of TensorFlow's: those with the same meaning lead to what stratagem has, the others say what to write instead.
 
-All of them are here: what `sg.X`, `sg.config.X` and `strategy.X` do not find themselves is asked for in these tables.
+All of them are here: what `sg.X`, a public module, a strategy or an Estimator do not find themselves is asked for in
+these tables.
 The parts of a name that only say where TensorFlow keeps it (`compat`, `v1`, `experimental`, ...) count for nothing.
 `docs/tensorflow_names.md` is the same for readers.
 """
@@ -10,7 +11,7 @@ import enum
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, final
 
 from stratagem.errors import UnknownNameError
@@ -107,15 +108,18 @@ _RECORDS: Final = "read records with a torch.utils.data.Dataset, or give a tf.da
 _THREADS: Final = "use torch.set_num_threads; a logical device has cores of its own"
 _TF32: Final = "use torch.set_float32_matmul_precision"
 
+_TRACED: Final = "in a graph, record the whole training step with sg.trace"
+_STEPPED: Final = "in a graph, call loss.backward() and optimizer.step(), and fetch graph.updates"
+
 # Of `tf.train`, mostly of version 1: many names for few things.
 _TRAINING: Final = {
-    "AdadeltaOptimizer": "use torch.optim.Adadelta",
-    "AdagradOptimizer": "use torch.optim.Adagrad",
-    "AdamOptimizer": "use torch.optim.Adam",
-    "GradientDescentOptimizer": "use torch.optim.SGD",
-    "MomentumOptimizer": "use torch.optim.SGD(momentum=...)",
-    "Optimizer": "use torch.optim.Optimizer",
-    "RMSPropOptimizer": "use torch.optim.RMSprop",
+    "AdadeltaOptimizer": f"use torch.optim.Adadelta; {_TRACED}",
+    "AdagradOptimizer": f"use torch.optim.Adagrad; {_TRACED}",
+    "AdamOptimizer": f"use torch.optim.Adam; {_TRACED}",
+    "GradientDescentOptimizer": f"use torch.optim.SGD; {_STEPPED}",
+    "MomentumOptimizer": f"use torch.optim.SGD(momentum=...); {_TRACED}",
+    "Optimizer": f"use torch.optim.Optimizer; {_TRACED}",
+    "RMSPropOptimizer": f"use torch.optim.RMSprop; {_TRACED}",
     **dict.fromkeys(
         ("AdagradDAOptimizer", "FtrlOptimizer", "ProximalAdagradOptimizer", "ProximalGradientDescentOptimizer"),
         "use an optimizer of torch.optim or keras.optimizers",
@@ -189,6 +193,87 @@ _TRAINING: Final = {
     "VocabInfo": _SAVED,
     "SyncReplicasOptimizer": "use sg.ParameterServerStrategy(consistency=sg.Synchronous(backup_workers=1))",
     "replica_device_setter": "use sg.ParameterServerStrategy, or sg.spread_variables in `with sg.device(...)`",
+}
+_ERRORS: Final = {
+    "AbortedError": "catch sg.errors.LostError for a process of this machine, sg.errors.TaskLostError for a task",
+    "AlreadyExistsError": "catch FileExistsError, or sg.errors.AddressInUseError",
+    "CancelledError": "catch sg.errors.StepCancelledError",
+    "DataLossError": "catch sg.errors.CheckpointCorruptError",
+    "DeadlineExceededError": "catch TimeoutError: sg.errors.ClusterTimeoutError is one",
+    "FailedPreconditionError": "catch RuntimeError: sg.errors.SessionError and sg.errors.StrategyError are such",
+    "InternalError": "catch sg.StratagemError, or RuntimeError for errors of torch",
+    "InvalidArgumentError": "catch ValueError: sg.errors.GraphError, sg.errors.FeedError and kin are such",
+    "NotFoundError": "catch sg.errors.DeviceNotFoundError, sg.errors.CheckpointError or FileNotFoundError",
+    "OpError": "catch sg.StratagemError, the base of all errors of stratagem, or RuntimeError for errors of torch",
+    "OutOfRangeError": "write a for loop, which ends with the data; or catch sg.errors.EndOfDataError",
+    "PermissionDeniedError": "catch PermissionError",
+    "ResourceExhaustedError": "catch torch.OutOfMemoryError: sg.OutOfMemoryError is one",
+    "UnauthenticatedError": "catch sg.errors.HandshakeError, or sg.errors.TokenError",
+    "UnavailableError": "catch sg.errors.TaskLostError for a task, sg.errors.LostError for a process of this machine",
+    "UnimplementedError": "catch NotImplementedError",
+    "UnknownError": "catch sg.StratagemError, or RuntimeError for errors of torch",
+}
+_CANNED: Final = "write a model_fn with a torch module, or use sg.estimator.model_to_estimator(keras_model)"
+_EXPORTED: Final = "call estimator.export(folder) after the training"
+_INPUTS: Final = (
+    "return sg.estimator.Input((x, y), global_batch_size=..., shuffle=..., num_epochs=...) from the input function"
+)
+_ESTIMATORS: Final = {
+    **dict.fromkeys(
+        (
+            *("BaselineClassifier", "BaselineEstimator", "BaselineRegressor", "BoostedTreesClassifier"),
+            *("BoostedTreesEstimator", "BoostedTreesRegressor", "DNNClassifier", "DNNEstimator"),
+            *("DNNLinearCombinedClassifier", "DNNLinearCombinedEstimator", "DNNLinearCombinedRegressor"),
+            *("DNNRegressor", "LinearClassifier", "LinearEstimator", "LinearRegressor"),
+        ),
+        _CANNED,
+    ),
+    **dict.fromkeys(("BestExporter", "Exporter", "FinalExporter", "LatestExporter"), _EXPORTED),
+    **dict.fromkeys(("inputs.numpy_input_fn", "inputs.pandas_input_fn"), _INPUTS),
+    **dict.fromkeys(("BinaryClassHead", "Head", "MultiClassHead", "RegressionHead"), _CANNED),
+    "add_metrics": "give EstimatorSpec its eval_metric_ops",
+    "export": "use estimator.export(folder)",
+    "TPUEstimator": "use sg.estimator.Estimator with RunConfig(train_distribute=sg.TPUStrategy())",
+    "TPUEstimatorSpec": "use sg.estimator.EstimatorSpec",
+    "classifier_parse_example_spec": _RECORDS,
+    "regressor_parse_example_spec": _RECORDS,
+}
+_METRICS: Final = {
+    **{
+        name: f"use keras.metrics.{name}, which works in steps of a strategy, too"
+        for name in (
+            *("AUC", "BinaryCrossentropy", "BinaryIoU", "CategoricalCrossentropy", "CategoricalHinge"),
+            *("CosineSimilarity", "F1Score", "FBetaScore", "FalseNegatives", "FalsePositives", "Hinge", "IoU"),
+            *("KLDivergence", "LogCoshError", "MeanAbsolutePercentageError", "MeanIoU", "MeanMetricWrapper"),
+            *("MeanSquaredLogarithmicError", "OneHotIoU", "OneHotMeanIoU", "Poisson", "Precision"),
+            *("PrecisionAtRecall", "R2Score", "Recall", "RecallAtPrecision", "SensitivityAtSpecificity"),
+            *("SparseCategoricalCrossentropy", "SparseTopKCategoricalAccuracy", "SpecificityAtSensitivity"),
+            *("SquaredHinge", "TopKCategoricalAccuracy", "TrueNegatives", "TruePositives"),
+        )
+    },
+    # Of version 1.
+    "accuracy": "use sg.metrics.Accuracy",
+    "auc": "use keras.metrics.AUC",
+    "mean": "use sg.metrics.Mean",
+    "mean_absolute_error": "use sg.metrics.MeanAbsoluteError",
+    "mean_squared_error": "use sg.metrics.MeanSquaredError",
+    "precision": "use keras.metrics.Precision",
+    "recall": "use keras.metrics.Recall",
+    "root_mean_squared_error": "use sg.metrics.RootMeanSquaredError",
+}
+# Functions that fill a tensor, for `sg.get_variable(initializer=)`.
+_INITIALIZERS: Final = {
+    "constant_initializer": "give the value itself: sg.get_variable(name, initializer=0.5)",
+    "glorot_normal_initializer": "use torch.nn.init.xavier_normal_",
+    "glorot_uniform_initializer": "use torch.nn.init.xavier_uniform_",
+    "initializers": "use the functions of torch.nn.init, such as torch.nn.init.zeros_",
+    "ones_initializer": "use torch.nn.init.ones_",
+    "orthogonal_initializer": "use torch.nn.init.orthogonal_",
+    "random_normal_initializer": "use torch.nn.init.normal_",
+    "random_uniform_initializer": "use torch.nn.init.uniform_",
+    "truncated_normal_initializer": "use torch.nn.init.trunc_normal_",
+    "variance_scaling_initializer": "use torch.nn.init.kaiming_normal_",
+    "zeros_initializer": "use torch.nn.init.zeros_",
 }
 _GRAPHS: Final = "programs run at once here, and graphs are recorded inside `with sg.Graph():`"
 
@@ -296,9 +381,22 @@ OTHERWISE: Final = {
     "test.is_built_with_cuda": "use torch.version.cuda",
     "test.is_gpu_available": "use sg.config.list_physical_devices('GPU')",
     "tpu": "leave it out: sg.TPUStrategy() finds the TPUs and starts them",
+    "layers": "use the modules of torch.nn",
+    "math": "use torch, and torch.special",
+    "random_normal": "use torch.randn",
+    "random_uniform": "use torch.rand",
+    "truncated_normal": "use torch.nn.init.trunc_normal_",
+    **_INITIALIZERS,
+    **{f"errors.{name}": advice for name, advice in _ERRORS.items()},
+    **{f"estimator.{name}": advice for name, advice in _ESTIMATORS.items()},
+    **{f"metrics.{name}": advice for name, advice in _METRICS.items()},
     **{f"train.{name}": advice for name, advice in _TRAINING.items()},
 }
 """Names of TensorFlow's that mean nothing here, and what to write instead."""
+
+_WRITTEN: Final = (
+    "write to variables in the main program, `with torch.no_grad(): variable.add_(1)`; all replicas see it"
+)
 
 OTHERWISE_OF_STRATEGIES: Final = {
     "between_graph": "leave it out",
@@ -314,8 +412,8 @@ OTHERWISE_OF_STRATEGIES: Final = {
     "read_var": "read the parameter itself",
     "should_checkpoint": "use strategy.is_chief",
     "should_save_summary": "use strategy.is_chief",
-    "update": "write to variables in the main program; all replicas see it",
-    "update_non_slot": "write to variables in the main program; all replicas see it",
+    "update": _WRITTEN,
+    "update_non_slot": _WRITTEN,
     "value_container": "read the parameter itself",
     "worker_devices": "use strategy.devices",
     "colocate_vars_with": "place variables with sg.device or sg.place",
@@ -327,7 +425,7 @@ OTHERWISE_OF_STRATEGIES: Final = {
     "experimental_replicate_to_logical_devices": "place operations with sg.device",
     "experimental_run": "use strategy.run",
     "experimental_split_to_logical_devices": "place operations with sg.device",
-    "extended": "use the methods of the strategy",
+    "extended": f"use the methods of the strategy; for extended.update, {_WRITTEN}",
     "group": "return values from the function of strategy.run",
     "initialize": "leave it out",
     "make_dataset_iterator": "use iter(strategy.distribute(data))",
@@ -335,6 +433,14 @@ OTHERWISE_OF_STRATEGIES: Final = {
     "update_config_proto": "give sg.SessionConfig to sg.Session",
 }
 """Methods of TensorFlow's strategies that mean nothing here, and what to write instead."""
+
+OTHERWISE_OF_ESTIMATORS: Final = {
+    "eval_dir": "summaries of evaluations are in the folder 'eval' of model_dir, 'eval_NAME' for evaluate(name=NAME)",
+    "experimental_export_all_saved_models": "use estimator.export(folder)",
+    "export_saved_model": "use estimator.export(folder)",
+    "export_savedmodel": "use estimator.export(folder)",
+}
+"""Methods of TensorFlow's Estimators that mean nothing here, and what to write instead."""
 
 
 @final
@@ -359,8 +465,10 @@ def find(path: str) -> Any:
         UnknownNameError: The name means nothing here; it says what to write.
     """
     key = _without_places(path)
-    if f"distribute.{key}" in {**SAME, **OTHERWISE}:  # `sg` stands for `tf.distribute`, too
-        key = f"distribute.{key}"
+    for place in ("distribute", "distribute.cluster_resolver"):  # `sg` stands for these, too
+        if f"{place}.{key}" in {**SAME, **OTHERWISE}:
+            key = f"{place}.{key}"
+            break
     if key in SAME:
         return _of_stratagem(SAME[key])
     if key in OTHERWISE:
@@ -371,6 +479,23 @@ def find(path: str) -> Any:
     return None
 
 
+def of_module(module: str, name: str, known: Iterable[str], *, place: str | None = None) -> Any:
+    """What `sg.MODULE.NAME` is, where the module has no such name itself.
+
+    Args:
+        module: The module, without `stratagem`.
+        name: The name.
+        known: Those that the module has.
+        place: Where TensorFlow keeps such names, if not in a module of that name.
+
+    Raises:
+        UnknownNameError: There is no such name; of TensorFlow's it says what to write.
+    """
+    if not name.startswith("__") and (found := find(f"{place or module}.{name}")) is not None:
+        return found
+    raise unknown(f"module 'stratagem.{module}'", name, known)
+
+
 def of_strategy(strategy: Any, name: str) -> Any:
     """A method of a strategy by TensorFlow's name.
 
@@ -379,11 +504,20 @@ def of_strategy(strategy: Any, name: str) -> Any:
     """
     if name in OF_STRATEGIES:
         return getattr(strategy, OF_STRATEGIES[name])
-    kind = type(strategy).__name__
-    if name in OTHERWISE_OF_STRATEGIES:
-        raise UnknownNameError(f"{kind} has no {name!r}, which TensorFlow has; {OTHERWISE_OF_STRATEGIES[name]}")
-    known = [each for each in (*dir(type(strategy)), *OF_STRATEGIES) if not each.startswith("_")]
-    raise unknown(f"{kind!r} object", name, known)
+    raise _no_method(strategy, name, OTHERWISE_OF_STRATEGIES, OF_STRATEGIES)
+
+
+def of_estimator(estimator: Any, name: str) -> UnknownNameError:
+    """The error of a method that an Estimator does not have; of TensorFlow's it says what to write."""
+    return _no_method(estimator, name, OTHERWISE_OF_ESTIMATORS)
+
+
+def _no_method(owner: Any, name: str, otherwise: Mapping[str, str], more: Iterable[str] = ()) -> UnknownNameError:
+    kind = type(owner).__name__
+    if name in otherwise:
+        return UnknownNameError(f"{kind} has no {name!r}, which TensorFlow has; {otherwise[name]}")
+    known = [each for each in (*dir(type(owner)), *more) if not each.startswith("_")]
+    return unknown(f"{kind!r} object", name, known)
 
 
 def unknown(owner: str, name: str, known: Iterable[str]) -> UnknownNameError:
@@ -434,6 +568,11 @@ class Names:
         found = None if name.startswith("__") else find(path)
         if found is None:
             prefix = f"{_without_places(self._path)}.".removeprefix(".")
+            if not prefix and not name.startswith("_"):  # where TensorFlow keeps a name counts for nothing
+                return getattr(importlib.import_module("stratagem"), name)
+            functional = sys.modules.get("torch.nn.functional") if prefix == "nn." else None
+            if functional is not None and not name.startswith("_") and hasattr(functional, name):
+                raise UnknownNameError(f"'stratagem.{self._path}' has no {name!r}; use torch.nn.functional.{name}")
             known = [each.removeprefix(prefix) for each in (*SAME, *OTHERWISE) if each.startswith(prefix)]
             raise unknown(f"'stratagem.{self._path}'", name, known)
         return found

@@ -46,9 +46,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith("__") and (found := _tensorflow_names.find(f"config.{name}")) is not None:
-        return found
-    raise _tensorflow_names.unknown("module 'stratagem.config'", name, __all__)
+    return _tensorflow_names.of_module("config", name, __all__)
 
 
 VirtualDeviceConfiguration = LogicalDeviceConfiguration
@@ -130,6 +128,10 @@ def set_memory_growth(device: DeviceLike, enable: bool) -> None:
 
     With a limit, memory grows up to the limit. Without growth, a process takes the memory of a real GPU
     when it begins to serve it; the memory of a simulated GPU must be free at that moment, but is not taken.
+
+    Args:
+        device: The GPU; a kind without a number, `GPU`, means all of its devices.
+        enable: Whether memory is taken when it is needed.
     """
     this_process().set_growth(device, enable)
 

@@ -6,6 +6,9 @@ error that a Python user would expect (`ValueError`, `TypeError`, `RuntimeError`
 this file must not import torch.
 """
 
+import importlib
+from typing import Any
+
 
 class StratagemError(Exception):
     """The base of every error that stratagem raises on purpose."""
@@ -226,3 +229,8 @@ def in_words(error: BaseException) -> str:
     except Exception:
         text = "(its __str__ has failed)"
     return f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def __getattr__(name: str) -> Any:
+    known = [each for each in globals() if each.endswith(("Error", "Warning", "Exit"))]
+    return importlib.import_module("stratagem._tensorflow_names").of_module("errors", name, known)  # which needs errors

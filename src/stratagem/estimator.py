@@ -3,6 +3,9 @@
 The names and meanings are TensorFlow's, for torch modules; nothing is kept here.
 """
 
+from typing import Any
+
+from stratagem import _tensorflow_names
 from stratagem.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -64,3 +67,7 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def __getattr__(name: str) -> Any:
+    return _tensorflow_names.of_module("estimator", name, __all__)

@@ -3,6 +3,9 @@
 The names and meanings are Keras' (and so TensorFlow's), for tensors of torch; nothing is kept here.
 """
 
+from typing import Any
+
+from stratagem import _tensorflow_names
 from stratagem.training.metrics import (
     Accuracy,
     BinaryAccuracy,
@@ -28,3 +31,7 @@ __all__ = [
     "SparseCategoricalAccuracy",
     "Sum",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return _tensorflow_names.of_module("metrics", name, __all__)

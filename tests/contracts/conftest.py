@@ -15,7 +15,7 @@ _NEEDS_GLOBAL_GRADIENTS = (
         "test_state_of_an_optimizer",
         "test_parameter_that_is_one_number",
     ),
-    *("test_train_evaluate_and_predict", "test_resumed_training"),
+    *("test_train_evaluate_and_predict", "test_resumed_training", "test_loop_that_is_resumed"),
     *("test_fit_with_adam", "test_whole_updates", "test_synchronized_statistics"),
 )
 _LINEAR = ("sgd", "SGD")

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -862,6 +863,43 @@ def test_replicas_draw_different_random_numbers(strategy: sg.Strategy) -> None:
     torch.manual_seed(7)
     drawn = strategy.gather(strategy.run(lambda: torch.rand(1))).tolist()
     assert len(set(drawn)) == strategy.num_replicas_in_sync
+
+
+def train_to(strategy: sg.Strategy, end: int, saved: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The loop of "Resuming a loop in the middle of an epoch" in docs/guides/saving_and_resuming.md, to a step."""
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 3))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    if saved is not None:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    step, losses = plain_step(model, optimizer), []
+    x, y = (torch.cat(each) for each in zip(*make_batches([22]), strict=True))
+    num_steps = saved["num_steps"] if saved else 0
+    while num_steps < end:
+        epoch, num_done = divmod(num_steps, 6)
+        torch.manual_seed(epoch)
+        for batch in itertools.islice(strategy.distribute((x, y), global_batch_size=4, shuffle=True), num_done, None):
+            torch.manual_seed(num_steps)
+            losses.append(strategy.reduce("mean", strategy.run(step, args=batch)).item())
+            num_steps += 1
+            if num_steps == end:
+                break
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return {**copy.deepcopy(state), "num_steps": num_steps, "losses": losses}
+
+
+def test_loop_that_is_resumed_within_an_epoch_equals_the_uninterrupted_one(strategy: sg.Strategy) -> None:
+    torch.manual_seed(0)
+    first = train_to(strategy, 0)  # the same first weights
+    whole = train_to(strategy, 14, first)
+    cut = train_to(strategy, 8, first)
+    strategy.run(lambda: torch.rand(3))  # another program has other random numbers in all replicas
+    rest = train_to(strategy, 14, cut)
+    assert cut["losses"] + rest["losses"] == whole["losses"]
+    assert len(set(whole["losses"])) == 14
+    for name, value in whole["model"].items():
+        assert torch.equal(rest["model"][name], value)
 
 
 def test_what_distribute_yields_can_be_read_like_results(strategy: sg.Strategy) -> None:

@@ -202,6 +202,14 @@ def test_gpu_is_divided_into_shares_of_its_memory(tmp_path: Path) -> None:
     assert [str(device.torch_device) for device in (first, second, third)] == ["cuda:0", "cuda:0", "cuda:1"]
 
 
+def test_memory_growth_of_a_kind_is_that_of_all_its_devices(inventory: Inventory) -> None:
+    inventory.simulate("GPU", 3)
+    inventory.set_growth("GPU", False)
+    assert [inventory.growth(each) for each in inventory.physical("GPU")] == [False] * 3
+    inventory.set_growth("gpu:1", True)
+    assert [inventory.growth(each) for each in inventory.physical("GPU")] == [False, True, False]
+
+
 def test_simulated_gpu_can_be_divided(inventory: Inventory) -> None:
     inventory.simulate("GPU", 2, memory_limit=512)
     inventory.configure("gpu:1", [Part(memory_limit=128), Part()])

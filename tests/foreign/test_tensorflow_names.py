@@ -12,6 +12,7 @@ import stratagem as sg
 from stratagem import _tensorflow_names as names
 from stratagem.errors import StrategyError, UnknownNameError
 from tests.foreign.programs import SELDOM, Program, Programs, Runner
+from tests.training.estimators import make
 
 PAGE = Path(__file__).parents[2] / "docs" / "tensorflow_names.md"
 
@@ -30,8 +31,9 @@ def named(path: str) -> Any:
     return found
 
 
-def test_every_name_works_or_says_what_to_write_as_the_page_has_it(four_cpus: None) -> None:
+def test_every_name_works_or_says_what_to_write_as_the_page_has_it(four_cpus: None, tmp_path: Path) -> None:
     strategy = sg.OneDeviceStrategy()
+    objects = {"strategy": strategy, "estimator": make(tmp_path)}
     for tensorflow, here in rows():
         owner, _, name = tensorflow.partition(".")
         if owner == "tf" and here.startswith("`"):
@@ -40,7 +42,7 @@ def test_every_name_works_or_says_what_to_write_as_the_page_has_it(four_cpus: No
             assert getattr(strategy, name) == getattr(strategy, here.strip("`").partition(".")[2]), tensorflow
         else:
             with pytest.raises(UnknownNameError, match=re.escape(here)):
-                named(tensorflow) if owner == "tf" else getattr(strategy, name)
+                named(tensorflow) if owner == "tf" else getattr(objects[owner], name)
 
 
 def test_the_page_has_all_names() -> None:
@@ -49,6 +51,7 @@ def test_the_page_has_all_names() -> None:
         **{f"strategy.{name}": f"`strategy.{here}`" for name, here in names.OF_STRATEGIES.items()},
         **{f"tf.{name}": here for name, here in names.OTHERWISE.items()},
         **{f"strategy.{name}": here for name, here in names.OTHERWISE_OF_STRATEGIES.items()},
+        **{f"estimator.{name}": here for name, here in names.OTHERWISE_OF_ESTIMATORS.items()},
     }
     assert dict(rows()) == known
 
@@ -90,9 +93,29 @@ def test_what_tensorflow_has_not_either_is_an_error_as_before() -> None:
 
 
 @pytest.mark.parametrize("name", ["matmul", "float32", "randn"])
-def test_what_torch_has_under_the_name_is_used_from_there(name: str) -> None:
+@pytest.mark.parametrize("place", ["", "compat.v1."])
+def test_what_torch_has_under_the_name_is_used_from_there(place: str, name: str) -> None:
     with pytest.raises(UnknownNameError, match=rf"use torch\.{name}"):
-        getattr(sg, name)
+        named(f"sg.{place}{name}")
+
+
+def test_functions_of_tensorflows_nn_are_those_of_torch() -> None:
+    with pytest.raises(UnknownNameError, match=r"use torch\.nn\.functional\.relu"):
+        sg.nn.relu  # noqa: B018  # it is asked for
+
+
+@pytest.mark.parametrize("place", ["", "cluster.", "distribute.cluster_resolver."])
+def test_resolvers_are_found_by_tensorflows_names_wherever_they_are_looked_for(place: str) -> None:
+    assert named(f"sg.{place}TPUClusterResolver") is sg.cluster.TPUResolver
+    assert named(f"sg.{place}TFConfigClusterResolver") is sg.cluster.TFConfigResolver
+    with pytest.raises(UnknownNameError, match=r"use sg\.cluster\.SimpleResolver with addresses"):
+        named(f"sg.{place}GCEClusterResolver")
+
+
+def test_names_of_errors_that_are_advised_exist() -> None:
+    for advice in (*names.OTHERWISE.values(), *names.OTHERWISE_OF_ESTIMATORS.values()):
+        for path in re.findall(r"\bsg(?:\.\w+)+", advice):
+            named(path)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +148,7 @@ def a_loop_with_names_of_tensorflow(on: Runner) -> Any:
     told = on.strategy.experimental_run_v2(lambda rows: (rows.sum(), rows), args=(batch,))
     total, rows = told[0], told[1]
     assert sum(map(len, on.strategy.experimental_local_results(rows))) in (7, 3, 4)  # of one worker, or of two
-    assert on.strategy.cluster_resolver is None or on.strategy.cluster_resolver.task_type == "worker"
+    assert on.strategy.cluster_resolver is None or on.strategy.cluster_resolver.task_type in (None, "worker")
 
     def joined(rows: torch.Tensor) -> torch.Tensor:
         own = (rows + 1).sum()

@@ -1,8 +1,10 @@
 """Operations of torch are recorded with their shapes, names and devices, and nothing is computed."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -232,6 +234,65 @@ def test_tensors_of_the_program_are_changed_whole_or_not_at_all() -> None:
     assert buffer.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
+def linear_loss() -> tuple[Any, Any, Any]:
+    """A placeholder, a variable and a loss of both."""
+    x = sg.placeholder(torch.float32, [None, 3])
+    w = sg.get_variable("w", [3, 1], initializer=torch.nn.init.ones_)
+    return x, w, (x @ w).square().mean()
+
+
+def test_step_of_an_optimizer_is_fetched_as_updates_of_the_graph_and_never_as_none() -> None:
+    with sg.Graph() as graph:
+        x, w, loss = linear_loss()
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        loss.backward()
+        train = optimizer.step()  # type: ignore[func-returns-value]
+    with sg.Session(graph) as session:
+        for fetch in (train, [loss, train], {"train": train}):
+            with pytest.raises(
+                GraphTypeError, match=r"None cannot be fetched\. .* session\.run\(\[loss, graph\.updates"
+            ):
+                session.run(fetch, {x: torch.ones(4, 3)})
+        losses = [session.run([loss, graph.updates], {x: torch.ones(4, 3)})[0].item() for _ in range(3)]
+    torch.testing.assert_close(losses, [9.0, 1.44, 0.2304])
+
+
+@pytest.mark.parametrize("of_module", [False, True])
+@pytest.mark.parametrize("in_block", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.Adam,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        torch.optim.Adagrad,
+    ],
+)
+def test_optimizer_whose_state_a_graph_would_forget_is_refused(make: Any, in_block: bool, of_module: bool) -> None:
+    sg.reset_default_graph()
+    try:
+        with sg.Graph() if in_block else contextlib.nullcontext():
+            x, w, loss = linear_loss()
+            model = torch.nn.Linear(3, 1)
+            loss = model(x).square().mean() if of_module else loss
+            optimizer = make(model.parameters() if of_module else [w])
+            loss.backward()
+            with pytest.raises(GraphError, match=r"keeps state from step to step.*sg\.trace.*torch\.autograd\.grad"):
+                optimizer.step()
+    finally:
+        sg.reset_default_graph()
+
+
+def test_optimizer_of_the_program_steps_while_a_graph_is_open() -> None:
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    before = model.weight.detach().clone()
+    with sg.Graph():
+        linear_loss()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, model.weight)
+
+
 def test_two_graphs_do_not_mix() -> None:
     with sg.Graph():
         a = sg.constant(1.0)
@@ -246,7 +307,7 @@ def test_two_graphs_do_not_mix() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: sg.placeholder("float32", [2]), "a tensor of a graph has a type of torch"),  # type: ignore[arg-type]
+        (lambda: sg.placeholder("float31", [2]), "a tensor of a graph has a type of torch"),  # type: ignore[arg-type]
         (lambda: sg.placeholder(torch.float32, [None, -3]), "a shape is a list of whole numbers from 0 up"),  # type: ignore[list-item]
         (lambda: sg.constant(object()), "numbers, lists of them, arrays and tensors can be in a graph"),
         (
@@ -287,12 +348,29 @@ def test_shapes_that_are_none(shape: Any) -> None:
             call()
 
 
-@pytest.mark.parametrize("dtype", ["x", "float32", None, 3, float, torch.Tensor])
+@pytest.mark.parametrize("dtype", ["x", "nn", "float31", None, 3, float, torch.Tensor, np.str_, np.datetime64])
 def test_types_that_are_none(dtype: Any) -> None:
     calls: list[Callable[[], object]] = [lambda: sg.placeholder(dtype, [2]), lambda: sg.TensorSpec([2], dtype)]
     for call in calls:
         with sg.Graph(), pytest.raises(GraphTypeError, match=r"has a type of torch, such as torch\.float32, got"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("float", torch.float32),
+        ("int64", torch.int64),
+        (np.float32, torch.float32),
+        (np.dtype("float64"), torch.float64),
+        (np.bool_, torch.bool),
+    ],
+)
+def test_types_may_be_names_and_those_of_numpy(given: Any, expected: torch.dtype) -> None:
+    with sg.Graph():
+        made = [sg.placeholder(given, [2]), sg.get_variable("w", [2], given), sg.constant(1, given)]
+    assert [each.dtype for each in made] == [expected] * 3
+    assert sg.TensorSpec([2], given).dtype is expected
 
 
 def test_nestings_without_end_are_refused() -> None:

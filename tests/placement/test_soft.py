@@ -23,7 +23,16 @@ def test_missing_device_is_an_error_of_the_first_operation() -> None:
 
 
 def test_missing_kind_says_why_there_is_none() -> None:
-    with sg.device("/xpu:0"), pytest.raises(DeviceNotFoundError, match="no visible XPU"):
+    with sg.device("/xpu:0"), pytest.raises(DeviceNotFoundError, match="no visible XPU") as caught:
+        torch.ones(2)
+    assert ".. " not in str(caught.value)
+
+
+def test_missing_kind_says_how_to_simulate_it() -> None:
+    with (
+        sg.device("/tpu:0"),
+        pytest.raises(DeviceNotFoundError, match=r"STRATAGEM_SIMULATE=tpu:2\. Name one that exists"),
+    ):
         torch.ones(2)
 
 

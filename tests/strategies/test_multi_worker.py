@@ -31,7 +31,8 @@ def tf_config(monkeypatch: pytest.MonkeyPatch, cluster: dict[str, Any], job: str
 
 def test_without_a_cluster_it_is_the_only_worker(four_cpus: None) -> None:
     with sg.MultiWorkerMirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
-        assert strategy.cluster_resolver is None
+        resolver = strategy.cluster_resolver
+        assert (resolver.task_type, resolver.task_id, resolver.cluster_spec().jobs) == (None, None, [])
         assert strategy.num_replicas_in_sync == 2
         assert strategy.is_chief
         with strategy.scope():

@@ -3,6 +3,9 @@
 Public as `sg.cluster`: the resolvers, `Membership`, `found`. `docs/architecture.md` has a line for each file.
 """
 
+from typing import Any
+
+from stratagem import _tensorflow_names
 from stratagem.cluster.membership.members import Member, TaskLost
 from stratagem.cluster.membership.membership import Membership
 from stratagem.cluster.resolvers.detection import Found, found
@@ -34,3 +37,7 @@ __all__ = [
     "UnionResolver",
     "found",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return _tensorflow_names.of_module("cluster", name, __all__, place="distribute.cluster_resolver")

@@ -31,14 +31,14 @@ def why_none(kind: str, host: Host) -> str:
         )
     elif kind == GPU and not _has_nvidia(host):
         reasons.append(f"torch {torch.__version__} finds no GPU")
-    return f"{'; '.join(reasons) or f'torch finds no {kind}'}.{_simulate_hint(kind)}"
+    return f"{'; '.join(reasons) or f'torch finds no {kind}'}{_simulate_hint(kind)}"
 
 
 def _simulate_hint(kind: str) -> str:
     if kind not in kind_table.strict_kinds():
         return ""
     variable = f"{_env.SIMULATE}={kind.lower()}:2"
-    return f" To try a program without {kind}s: sg.config.simulate_devices({kind!r}, 2) or {variable}."
+    return f". To try a program without {kind}s: sg.config.simulate_devices({kind!r}, 2) or {variable}"
 
 
 def visibility_notes(host: Host) -> list[str]:

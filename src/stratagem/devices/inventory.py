@@ -171,12 +171,13 @@ class Inventory:
         return None if parts is None else list(parts)
 
     def set_growth(self, device: DeviceLike, grows: bool) -> None:
-        """Whether an accelerator's memory is taken when needed (the default) or all at the start."""
+        """Whether an accelerator's memory is taken when needed (the default) or all at the start; a kind: of all."""
         physical = self._require_accelerator(device)
         if type(grows) is not bool:
             raise DeviceTypeError(f"memory growth is True or False, got {grows!r}")
         self._require_unused(f"set_memory_growth({physical.name!r}, {grows})")
-        self._growth[physical] = grows
+        of_kind = self.physical(physical.device_type) if lookup.names_a_kind(device) else [physical]
+        self._growth |= dict.fromkeys(of_kind, grows)
 
     def growth(self, device: DeviceLike) -> bool:
         return self._growth.get(self._require_accelerator(device), True)

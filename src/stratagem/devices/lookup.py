@@ -36,6 +36,11 @@ def local_spec(device: DeviceLike) -> DeviceSpec:
     return spec
 
 
+def names_a_kind(device: DeviceLike) -> bool:
+    """Whether a name leaves the number out, such as `GPU`."""
+    return local_spec(device).device_index is None
+
+
 def find(device: DeviceLike, spec: DeviceSpec, known: Sequence[_Device], sort: str, why_none: str | None) -> _Device:
     """The one of `known` that `spec` names; without an index, the first.
 

@@ -5,17 +5,20 @@ One program takes part in a cluster by one strategy at a time.
 
 import weakref
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from stratagem._caller import calling_line
 from stratagem.cluster.membership.membership import Membership
 from stratagem.cluster.resolvers.detection import found
 from stratagem.cluster.resolvers.resolver import Resolver
-from stratagem.cluster.spec import CHIEF, EVALUATOR, WORKER
+from stratagem.cluster.spec import CHIEF, EVALUATOR, WORKER, ClusterSpec
 from stratagem.engine.machines import Workers
 from stratagem.errors import StrategyError, TaskLostError
 
 _JOBS = (CHIEF, WORKER)
+
+RUNS_ALONE: Final = Resolver("the environment", ClusterSpec({}), None, None)
+"""The resolver of a program that could take part in a cluster, and runs alone: it is no task, and its own chief."""
 
 
 class ClusterMember(Protocol):

@@ -22,13 +22,16 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from stratagem import _torch
 from stratagem._checks import StaysHere
+from stratagem._dtypes import DTYPES
 from stratagem.errors import GraphError, GraphTypeError
 from stratagem.graphs.graph_tensor import GraphTensor, RecordingMode
 from stratagem.graphs.nodes import Initializer, Node, NodeKind, NodeOutput, described, same_form
 from stratagem.graphs.recorder import GraphRecorder
+from stratagem.graphs.trace_optimizers import refuse_state_in_graphs
 from stratagem.placement import scopes
 
 Shape: TypeAlias = Sequence[int] | int
+DType: TypeAlias = torch.dtype | np.dtype[Any] | type[np.generic] | str
 
 _META = torch.device("meta")
 
@@ -47,6 +50,9 @@ class Graph(StaysHere):
     torch's generator (`torch.manual_seed`). `sg.constant(torch.rand(2))`, weights and buffers keep their values.
     Gradients that `backward()` puts into parameters are there until the block ends.
 
+    `optimizer.step()` is recorded too, if the optimizer keeps no state (SGD without momentum). It returns None: fetch
+    `graph.updates` to take the step. Record a step of any other optimizer with `sg.trace`.
+
     Example:
         >>> with Graph() as graph:
         ...     x = placeholder(torch.float32, [2, 3], name="x")
@@ -58,6 +64,7 @@ class Graph(StaysHere):
     def __init__(self, *, _recorder: GraphRecorder | None = None) -> None:
         self.recorder = _recorder or GraphRecorder()
         self._entered: list[contextlib.ExitStack] = []
+        refuse_state_in_graphs()
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -154,11 +161,11 @@ def reset_default_graph() -> None:
 
 
 @scopes.recording()
-def placeholder(dtype: torch.dtype, shape: Sequence[int | None] | int = (), name: str | None = None) -> GraphTensor:
+def placeholder(dtype: DType, shape: Sequence[int | None] | int = (), name: str | None = None) -> GraphTensor:
     """Returns a tensor of the graph whose value is fed in each run.
 
     Args:
-        dtype: Its type, such as `torch.float32`.
+        dtype: Its type, such as `torch.float32`; its name and the types of NumPy are taken, too.
         shape: Its shape; a size that is `None` may be another one in each run.
         name: By default `Placeholder`, `Placeholder_1`, ...
 
@@ -169,13 +176,13 @@ def placeholder(dtype: torch.dtype, shape: Sequence[int | None] | int = (), name
         ...     placeholder(torch.float32, [2, 3])
         <GraphTensor 'Placeholder' (2, 3) float32>
     """
-    require_dtype(dtype)
-    return get_default_graph().recorder.placeholder(checked_shape(shape, may_vary=True), dtype, _checked_name(name))
+    size = checked_shape(shape, may_vary=True)
+    return get_default_graph().recorder.placeholder(size, as_dtype(dtype), _checked_name(name))
 
 
 @scopes.recording()
 def constant(
-    value: Any, dtype: torch.dtype | None = None, shape: Shape | None = None, name: str | None = None
+    value: Any, dtype: DType | None = None, shape: Shape | None = None, name: str | None = None
 ) -> GraphTensor:
     """Returns a tensor of the graph with a fixed value; the value may be a text.
 
@@ -198,7 +205,7 @@ def constant(
     if isinstance(value, str):
         encoded = torch.frombuffer(bytearray(value.encode()), dtype=torch.uint8) if value else torch.empty(0)
         return recorder.tensor(recorder.constant(encoded.to(torch.uint8), name=name, is_text=True))
-    made = _as_tensor(value, dtype)
+    made = _as_tensor(value, None if dtype is None else as_dtype(dtype))
     if shape is not None:
         size = checked_shape(shape)
         try:
@@ -212,7 +219,7 @@ def constant(
 def get_variable(
     name: str,
     shape: Shape | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: DType | None = None,
     initializer: Initializer | torch.Tensor | float | None = None,
     *,
     trainable: bool = True,
@@ -243,6 +250,7 @@ def get_variable(
         raise GraphTypeError("a variable has a name; give it as text")
     if any(node.name == name for node in graph.variables):
         raise GraphError(f"the graph has a variable {name!r} already; use the tensor that the first call returned")
+    dtype = None if dtype is None else as_dtype(dtype)
     fill: Initializer
     if isinstance(initializer, torch.Tensor | numbers.Number | np.ndarray | list | tuple):
         first = _as_tensor(initializer, dtype)
@@ -256,7 +264,8 @@ def get_variable(
         given = initializer or (torch.nn.init.xavier_uniform_ if len(size) > 1 else torch.nn.init.zeros_)
         if not callable(given):
             raise GraphTypeError(
-                f"the initializer of {name!r} is a function that fills a tensor, or a value, got {given!r}"
+                f"the initializer of {name!r} is a function that fills a tensor, such as torch.nn.init.zeros_, or a "
+                f"value, got {given!r}"
             )
         fill = given
     meta = torch.empty(size, dtype=dtype or torch.float32, device=_META)
@@ -394,10 +403,16 @@ def _as_tensor(value: Any, dtype: torch.dtype | None) -> torch.Tensor:
         ) from error
 
 
-def require_dtype(dtype: Any) -> None:
-    """Refuses what is no type of torch's."""
-    if not isinstance(dtype, torch.dtype):
+def as_dtype(dtype: Any) -> torch.dtype:
+    """A type of torch, which may be given by its name, or as one of NumPy; refuses what is none."""
+    found = dtype
+    if isinstance(dtype, str):
+        found = getattr(torch, dtype, None)  # "float" has 32 bits, as in TensorFlow
+    elif isinstance(dtype, np.dtype) or (isinstance(dtype, type) and issubclass(dtype, np.generic)):
+        found = DTYPES.get(np.dtype(dtype).name)
+    if not isinstance(found, torch.dtype):
         raise GraphTypeError(f"a tensor of a graph has a type of torch, such as torch.float32, got {dtype!r}")
+    return found
 
 
 _MOST_ELEMENTS = 2**58  # of which torch can count the bytes

@@ -25,6 +25,10 @@ class Recorder(Protocol):
     def sizes(self) -> Any:
         """The unknown sizes of the graph, if it has any."""
 
+    @property
+    def is_trace(self) -> bool:
+        """Whether a function is recorded as a whole."""
+
     def record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Notes one operation; returns tensors of the graph."""
 

@@ -49,20 +49,21 @@ class GraphRecorder:
     """Records into one graph.
 
     Args:
-        adopts_all: Whether every tensor that the program made before is a variable, not only parameters: for traces.
+        is_trace: Whether a function is recorded as a whole. Then every tensor that the program made before is a
+            variable, not only parameters.
 
     Attributes:
         sizes: The unknown sizes of the graph, if it has any.
         drawn: The random numbers that the program has made while it recorded.
     """
 
-    def __init__(self, *, adopts_all: bool = False) -> None:
+    def __init__(self, *, is_trace: bool = False) -> None:
         self.nodes: list[Node] = []
         self.names = NameCounter()
         self.sizes: UnknownSizes | None = None
         self.assignments: dict[Node, Node] = {}
         self._made: list[weakref.ref[GraphTensor]] = []
-        self._adopts_all = adopts_all
+        self.is_trace = is_trace
         self._adopted: dict[int, tuple[torch.Tensor, Cell]] = {}
         self._constants = WeakIdKeyDictionary()
         self._born = WeakIdKeyDictionary()
@@ -102,7 +103,7 @@ class GraphRecorder:
         """The tensor that stands for a result of a node."""
         requires_grad = how.pop("requires_grad", False)
         made = GraphTensor(self, Cell(NodeOutput(node, index), **how), requires_grad=requires_grad)
-        if self._adopts_all:
+        if self.is_trace:
             self._made.append(weakref.ref(made))
         return made
 
@@ -169,7 +170,7 @@ class GraphRecorder:
     def _concerns(self, function: Any, tensors: Sequence[torch.Tensor]) -> bool:
         if any(isinstance(each, GraphTensor) or id(each) in self._adopted for each in tensors):
             return True
-        if self._adopts_all:
+        if self.is_trace:
             return any(each not in self._born for each in tensors)
         reads = torch.is_grad_enabled() and not _torch.schema_of(function).is_mutable
         return reads and any(_is_parameter(each) for each in tensors)
@@ -320,7 +321,7 @@ class GraphRecorder:
         adopted = self._adopted.get(id(tensor))
         if adopted is not None:
             return adopted[1]
-        if _is_parameter(tensor) or (self._adopts_all and tensor not in self._born):
+        if _is_parameter(tensor) or (self.is_trace and tensor not in self._born):
             return self.adopt(tensor)
         return self._captured(tensor)
 

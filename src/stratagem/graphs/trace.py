@@ -10,7 +10,7 @@ import torch
 
 from stratagem import _tree
 from stratagem.errors import GraphError, GraphTypeError
-from stratagem.graphs.graph import Graph, checked_shape, placeholder, require_dtype
+from stratagem.graphs.graph import Graph, as_dtype, checked_shape, placeholder
 from stratagem.graphs.graph_tensor import GraphTensor
 from stratagem.graphs.nodes import described
 from stratagem.graphs.recorder import GraphRecorder
@@ -37,7 +37,7 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         checked_shape(self.shape, may_vary=True)
-        require_dtype(self.dtype)
+        object.__setattr__(self, "dtype", as_dtype(self.dtype))
 
 
 @final
@@ -92,7 +92,7 @@ def trace(function: Callable[..., Any], *examples: Any) -> Traced:
     """
     if not callable(function):
         raise GraphTypeError(f"a function is traced, got {function!r}")
-    graph = Graph(_recorder=GraphRecorder(adopts_all=True))
+    graph = Graph(_recorder=GraphRecorder(is_trace=True))
     leaves, structure = _tree.flatten(examples)
     with graph, recordable_optimizers():
         given = [

@@ -1,10 +1,12 @@
 """Lets optimizers of torch be recorded: their state exists before, and their counters stay tensors.
 
 An optimizer makes its state in its first step, and most count steps in numbers of Python, which a graph could not
-carry from run to run. Both are mended here while a function is traced, and put back afterwards.
+carry from run to run. Both are mended here while a function is traced, and put back afterwards. In a graph that is
+recorded line by line they are not: there only optimizers without state can take a step.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -14,8 +16,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from stratagem import _torch
+from stratagem import _torch, _tree
 from stratagem.errors import GraphError
+from stratagem.graphs.graph_tensor import GraphTensor
 
 # Those whose state begins with zeros.
 _STARTABLE: Final = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
@@ -57,6 +60,23 @@ def recordable_optimizers() -> Iterator[None]:
         put_back()
         for hook in hooks:
             hook.remove()
+
+
+@functools.cache
+def refuse_state_in_graphs() -> None:
+    """From now on, a step of an optimizer with state is refused in a graph that is recorded line by line."""
+    register_optimizer_step_post_hook(_refuse_state)
+
+
+def _refuse_state(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for parameter, state in optimizer.state.items():
+        of_graph = [each for each in (parameter, parameter.grad) if isinstance(each, GraphTensor)]
+        if _tree.leaves(state) and any(not each.recorder.is_trace for each in of_graph):
+            raise GraphError(
+                f"{type(optimizer).__name__} keeps state from step to step, and a graph that is recorded line by line "
+                f"would repeat its first step in each run. Write the step as a function of a model and record it with "
+                f"sg.trace(step, sg.TensorSpec(...)); or write the update with torch.autograd.grad and sg.assign"
+            )
 
 
 def _start(optimizer: torch.optim.Optimizer) -> None:

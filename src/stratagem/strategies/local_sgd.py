@@ -8,7 +8,7 @@ from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
 from stratagem.engine import context
-from stratagem.engine.joining_machines import join_workers, note_member, require_resolver
+from stratagem.engine.joining_machines import RUNS_ALONE, join_workers, note_member, require_resolver
 from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.recipe import CHECK_COPIES_EVERY, Exchange, Recipe
 from stratagem.engine.sync import AverageWeights, OuterOptimizer
@@ -94,10 +94,11 @@ class LocalSGDStrategy(Replicated[LocalReplicas]):
         recipe = Recipe(
             len(chosen), Exchange.COLLECTIVE, plan, on_nonfinite=on_nonfinite, check_copies_every=check_copies_every
         )
-        self._resolver = require_resolver(cluster_resolver)
+        resolver = require_resolver(cluster_resolver)
+        self._resolver = resolver or RUNS_ALONE
         workers = join_workers(
             type(self).__name__,
-            self._resolver,
+            resolver,
             len(chosen),
             {
                 "sync_every": sync_every,
@@ -110,7 +111,7 @@ class LocalSGDStrategy(Replicated[LocalReplicas]):
             worker_timeout_s=worker_timeout_s,
         )
         super().__init__(chosen, driven_here(chosen, recipe, stall_timeout_s, workers), workers)
-        note_member(self, self._resolver)
+        note_member(self, resolver)
 
     def synchronize(self) -> None:
         """Makes all replicas equal now, as after `sync_every` steps. With several workers, every worker calls it."""

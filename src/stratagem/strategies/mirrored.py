@@ -53,7 +53,7 @@ class MirroredStrategy(Replicated[LocalReplicas]):
         gradients: str = "mean",
         unused: str = "zero",
         on_nonfinite: str = "skip",
-        cross_device_ops: str = "auto",
+        cross_device_ops: str | None = "auto",
         check_copies_every: int = CHECK_COPIES_EVERY,
         stall_timeout_s: float = 60.0,
     ) -> None:

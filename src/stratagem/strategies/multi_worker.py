@@ -12,7 +12,7 @@ from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
 from stratagem.engine import context
-from stratagem.engine.joining_machines import join_workers, note_member, require_resolver
+from stratagem.engine.joining_machines import RUNS_ALONE, join_workers, note_member, require_resolver
 from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.ray.ray_workers import RayWorkers
 from stratagem.engine.recipe import CHECK_COPIES_EVERY, Exchange, Recipe
@@ -40,6 +40,7 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
         unused: `zero` or `error`, as in `MirroredStrategy`.
         on_nonfinite: `skip`, `raise` or `apply`, as in `MirroredStrategy`.
         cross_device_ops: How gradients travel inside a machine, as in `MirroredStrategy`.
+        communication_options: Has no meaning here; TensorFlow's default, None, is taken.
         check_copies_every: The number of steps after which replicas check that their copies of the parameters are still
             equal; a `DriftError` names those that differ. 0 never checks.
         stall_timeout_s: How many seconds replicas of one machine wait for another one before they report it as
@@ -70,7 +71,8 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
         gradients: str = "mean",
         unused: str = "zero",
         on_nonfinite: str = "skip",
-        cross_device_ops: str = "auto",
+        cross_device_ops: str | None = "auto",
+        communication_options: None = None,
         check_copies_every: int = CHECK_COPIES_EVERY,
         stall_timeout_s: float = 60.0,
         join_timeout_s: float = 60.0,
@@ -83,7 +85,17 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
             stall_timeout_s=stall_timeout_s, join_timeout_s=join_timeout_s, worker_timeout_s=worker_timeout_s
         )
         require_seconds_if_given(heartbeat_timeout_s=heartbeat_timeout_s)
+        if isinstance(devices, Resolver):
+            raise StrategyError(
+                f"devices are the devices of this worker, got {devices!r}; give it as cluster_resolver=resolver"
+            )
+        if communication_options is not None:
+            raise StrategyError(
+                f"communication_options is for TensorFlow's programs, and None here, got {communication_options!r}; "
+                f"leave it out: cross_device_ops says how gradients travel"
+            )
         self._ray: RayWorkers | None = None
+        self._resolver = RUNS_ALONE
         if cluster is not None:
             _check_with_ray(cluster, devices, cluster_resolver, cross_device_ops)
             recipe = Recipe(
@@ -97,10 +109,11 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
         chosen = this_process().select(devices)
         exchange = choose_exchange(cross_device_ops, chosen)
         recipe = Recipe(len(chosen), exchange, summed(gradients), unused, on_nonfinite, check_copies_every)
-        self._resolver = require_resolver(cluster_resolver)
+        resolver = require_resolver(cluster_resolver)
+        self._resolver = resolver or RUNS_ALONE
         workers = join_workers(
             type(self).__name__,
-            self._resolver,
+            resolver,
             len(chosen),
             {
                 "gradients": gradients,
@@ -114,7 +127,7 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
             allow_all_interfaces=allow_all_interfaces,
         )
         super().__init__(chosen, driven_here(chosen, recipe, stall_timeout_s, workers), workers)
-        note_member(self, self._resolver)
+        note_member(self, resolver)
 
     def close(self) -> None:
         super().close()
@@ -122,7 +135,7 @@ class MultiWorkerMirroredStrategy(Replicated[LocalReplicas]):
             self._ray.close()
 
 
-def _check_with_ray(cluster: Any, devices: Any, resolver: Any, cross_device_ops: str) -> None:
+def _check_with_ray(cluster: Any, devices: Any, resolver: Any, cross_device_ops: str | None) -> None:
     if not isinstance(cluster, RayCluster):
         raise StrategyError(f"cluster is an sg.RayCluster, got {cluster!r}; a resolver is given as cluster_resolver")
     if devices is not None or resolver is not None:
@@ -130,7 +143,7 @@ def _check_with_ray(cluster: Any, devices: Any, resolver: Any, cross_device_ops:
             "cluster=RayCluster(...) says how many workers there are, and Ray places them; leave out devices and "
             "cluster_resolver"
         )
-    if cross_device_ops not in ("auto", "torch"):
+    if cross_device_ops not in (None, "auto", "torch"):
         raise StrategyError(
             f"workers on Ray share no memory: cross_device_ops is 'torch', got {cross_device_ops!r}; leave it out"
         )

@@ -65,7 +65,8 @@ def task_of(
             several devices.
     """
     if resolver is None or not has_servers(resolver):
-        jobs = "" if resolver is None else f", and this cluster has the jobs {', '.join(resolver.cluster_spec().jobs)}"
+        spec = ClusterSpec({}) if resolver is None else resolver.cluster_spec()
+        jobs = f", and this cluster has the jobs {', '.join(spec.jobs)}" if spec else ""
         raise StrategyError(
             f"ParameterServerStrategy needs num_workers= or devices=, the workers on this machine; both are left out "
             f"only in a task of a cluster with the job ps{jobs or ': stratagem run --workers 2 --ps 1, or TF_CONFIG'}"

@@ -59,6 +59,8 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
         devices: The devices of the workers, one for each; by default the first of the best kind. If the CPU has too
             few logical devices, its cores are divided anew.
         consistency: `Async()`, `BoundedStaleness(k)` or `Synchronous(backup_workers=b)`.
+        cluster_resolver: In a task of a cluster, says who takes part; see `num_workers`.
+        variable_partitioner: In a task of a cluster, cuts large variables.
         on_nonfinite: What happens to a push whose gradients are not finite: `skip`, `raise` or `apply`.
         torn_reads: Whether workers compute with shared values that others may be changing at that moment, as
             in Hogwild. It saves a copy in every step.
@@ -99,7 +101,7 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
             return task_of(require_resolver(given), devices, options)
         if num_workers is None and (devices is None or has_servers(found().resolver)):
             return task_of(found().resolver, devices, options)
-        if wrong := next((name for name in options if name in OF_CLUSTERS), None):
+        if wrong := next((name for name in options if name in OF_CLUSTERS and options[name] is not None), None):
             raise StrategyError(
                 f"{wrong} is for tasks of a cluster; workers of this machine share one memory, so leave it out"
             )
@@ -112,6 +114,8 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
         *,
         devices: Sequence[DeviceLike] | None = None,
         consistency: Consistency | None = None,
+        cluster_resolver: None = None,
+        variable_partitioner: None = None,
         on_nonfinite: str = "skip",
         torn_reads: bool = False,
         stall_timeout_s: float = 60.0,

@@ -201,8 +201,10 @@ def summed(gradients: str) -> SumGradients:
 _WAYS = ("auto", "shared_memory", "torch", "to_one")
 
 
-def choose_exchange(cross_device_ops: str, devices: Sequence[LogicalDevice]) -> Exchange:
+def choose_exchange(cross_device_ops: str | None, devices: Sequence[LogicalDevice]) -> Exchange:
     """How gradients travel between devices."""
+    if cross_device_ops is None:  # TensorFlow's default
+        cross_device_ops = "auto"
     if cross_device_ops not in _WAYS:
         raise StrategyError(f"cross_device_ops is one of {', '.join(map(repr, _WAYS))}, got {cross_device_ops!r}")
     accelerators = [device.name for device in devices if device.torch_device.type != "cpu"]

@@ -148,7 +148,11 @@ class Strategy(StaysHere, ABC):
 
     @property
     def cluster_resolver(self) -> Resolver | None:
-        """The resolver that knows all tasks of the cluster and which one this is; `None` on a single machine."""
+        """The resolver that knows all tasks of the cluster and which one this is.
+
+        Strategies for several machines always have one; in a program that runs alone its `task_type` and `task_id` are
+        `None`. `None` for strategies of a single machine.
+        """
         return self._resolver
 
     @property

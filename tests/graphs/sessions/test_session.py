@@ -124,7 +124,7 @@ def test_fetches_come_back_in_kind() -> None:
         b = a * 2
         init = sg.global_variables_initializer()
     with sg.Session(graph) as session:
-        found = session.run({"one": [a, ("Mul:0", b)], "two": Pair(a, None), "three": init})
+        found = session.run({"one": [a, ("Mul:0", b)], "two": Pair(a, init), "three": init})
     assert found["one"][0].tolist() == [1.0, 2.0]
     assert [each.tolist() for each in found["one"][1]] == [[2.0, 4.0]] * 2
     assert isinstance(found["two"], Pair)

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,33 @@ def test_resumed_training_equals_an_uninterrupted_one(
         assert torch.equal(value, expected[name])
 
 
+@pytest.mark.parametrize("kind", ["one_device", "mirrored"])
+def test_losses_do_not_depend_on_how_often_a_training_is_saved(
+    tmp_path: Path, mirrored: sg.MirroredStrategy, kind: str
+) -> None:
+    strategy = mirrored if kind == "mirrored" else sg.OneDeviceStrategy()
+    records = {every: Record() for every in (1, 3, 100)}
+    for every, record in records.items():
+        estimator = make(tmp_path / str(every), strategy, params={"dropout": 0.3}, save_checkpoints_steps=every)
+        estimator.train(batches, hooks=[record], max_steps=7)
+    assert records[1].losses == records[3].losses == records[100].losses
+
+
+def test_input_that_ends_before_the_steps_is_told(tmp_path: Path) -> None:
+    estimator = make(tmp_path / "a")
+    with pytest.warns(
+        StratagemWarning, match=r"the input ended at step 4, and training was to go on to step 100\. .*num_"
+    ):
+        estimator.train(one_pass, max_steps=100)
+    with pytest.warns(StratagemWarning, match="ended at step 8, and training was to go on to step 14"):
+        estimator.train(one_pass, steps=10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        estimator.train(one_pass)
+        estimator.train(one_pass, steps=4)
+        estimator.train(batches, max_steps=100, hooks=[sge.StopAtStepHook(num_steps=2)])
+
+
 # At the end of a pass and within one; then the same elsewhere.
 @pytest.mark.parametrize("at", [4, 5, *(pytest.param(each, marks=pytest.mark.soak) for each in (1, 8))])
 def test_training_goes_on_with_the_very_next_batch(tmp_path: Path, at: int) -> None:
@@ -154,7 +182,8 @@ def test_steps_count_from_the_checkpoint_and_max_steps_from_zero(tmp_path: Path)
     assert len(calls) == 2
     estimator.train(counted, max_steps=7)
     assert step_of(estimator.latest_checkpoint() or "") == 7
-    estimator.train(one_pass, max_steps=100)
+    with pytest.warns(StratagemWarning, match="the input ended at step 11"):
+        estimator.train(one_pass, max_steps=100)
     assert step_of(estimator.latest_checkpoint() or "") == 11
 
 

@@ -124,6 +124,25 @@ def _check_task(source: str, spec: ClusterSpec, task_type: object, task_id: obje
             raise ClusterSpecError(f"{source}: {error}") from None
 
 
+def require_own_protocol(rpc_layer: str | None, environment: str | None) -> None:
+    """Refuses settings of TensorFlow's resolvers that would mean something else than its defaults.
+
+    Args:
+        rpc_layer: The protocol between tasks.
+        environment: Where the cluster runs.
+    """
+    if rpc_layer not in (None, "", "grpc"):
+        raise ClusterSpecError(
+            f"tasks speak stratagem's own protocol, and rpc_layer is there for TensorFlow's programs: None or 'grpc', "
+            f"its defaults, got {rpc_layer!r}; leave it out"
+        )
+    if environment not in (None, ""):
+        raise ClusterSpecError(
+            f"environment is there for TensorFlow's programs: None or '', its defaults, got {environment!r}; leave it "
+            f"out"
+        )
+
+
 def read_number(variables: Mapping[str, str], name: str, smallest: int = 0) -> int:
     """The whole number in a variable that a starter must have set."""
     text = variables.get(name)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import final
 
-from stratagem.cluster.resolvers.resolver import Resolver
+from stratagem.cluster.resolvers.resolver import Resolver, require_own_protocol
 from stratagem.cluster.spec import ClusterLike, ClusterSpec
 from stratagem.errors import ClusterSpecError
 
@@ -18,6 +18,8 @@ class SimpleResolver(Resolver):
         task_id: Its index.
         master: The result of `master()`; by default the address of this task.
         num_accelerators: The result of `num_accelerators()`; by default the accelerators of this process.
+        rpc_layer: Has no meaning here; TensorFlow's defaults are taken.
+        environment: Likewise.
 
     Example:
         >>> SimpleResolver({"worker": ["a:1", "b:1"]}, task_type="worker", task_id=0).master()
@@ -32,9 +34,17 @@ class SimpleResolver(Resolver):
         task_id: int | None = None,
         master: str | None = None,
         num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
     ) -> None:
+        require_own_protocol(rpc_layer, environment)
         super().__init__(
-            "the program", ClusterSpec(cluster), task_type, task_id, accelerators=num_accelerators, master=master
+            "the program",
+            ClusterSpec(cluster),
+            task_type,
+            task_id,
+            accelerators=num_accelerators,
+            master=master or None,
         )
 
 

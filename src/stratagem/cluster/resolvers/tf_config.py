@@ -4,7 +4,7 @@ from typing import Any, final
 
 from stratagem import _env
 from stratagem.cluster import strict_json
-from stratagem.cluster.resolvers.resolver import Resolver
+from stratagem.cluster.resolvers.resolver import Resolver, require_own_protocol
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.errors import ClusterSpecError
 
@@ -19,6 +19,8 @@ class TFConfigResolver(Resolver):
         text: The description; by default the value of `TF_CONFIG` in the environment.
         task_type: The job of this task, instead of the one in the description.
         task_id: Its index, instead of the one in the description.
+        rpc_layer: Has no meaning here; TensorFlow's defaults are taken.
+        environment: Likewise.
 
     Raises:
         ClusterSpecError: It is not JSON, or it does not describe a cluster.
@@ -29,7 +31,16 @@ class TFConfigResolver(Resolver):
         'TF_CONFIG: a cluster of 2 worker, this is worker/1; the first task is worker/0 (a:1)'
     """
 
-    def __init__(self, text: str | None = None, *, task_type: str | None = None, task_id: int | None = None) -> None:
+    def __init__(
+        self,
+        text: str | None = None,
+        *,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        require_own_protocol(rpc_layer, environment)
         config = _read(_env.tf_config() if text is None else text)
         spec = _cluster_of(config)
         if task_type is None and task_id is None:

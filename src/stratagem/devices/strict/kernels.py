@@ -174,7 +174,8 @@ def _device_of(operation: Any, plan: _Plan, given: dict[str, Any]) -> int:
             if found is not None and device != found:
                 raise RuntimeError(
                     f"Expected all tensors to be on the same device, but found at least two devices, {found} and "
-                    f"{device}! (when checking argument for argument {key} in {operation})"
+                    f"{device}! (when checking argument for argument {key} in {operation}). In a step, "
+                    f"tensor.to(strategy.device) brings a tensor to the device of its replica"
                 )
             found = device
     if (

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from stratagem import _tree
-from stratagem.errors import FeedError, GraphError
+from stratagem.errors import FeedError, GraphError, GraphTypeError
 from stratagem.graphs.graph import Graph, VariablesInitializer
 from stratagem.graphs.graph_tensor import GraphTensor
 from stratagem.graphs.nodes import Node, NodeOutput, described, shape_text
@@ -66,6 +66,7 @@ def read_fetches(graph: Graph, fetches: Any) -> Fetches:
 
     Raises:
         GraphError: Something is not in the graph.
+        GraphTypeError: Something is None.
     """
     others: list[NodeOutput] = []
     initialized: list[Node] = []
@@ -86,8 +87,13 @@ def read_fetches(graph: Graph, fetches: Any) -> Fetches:
                 raise GraphError("the initializer is of another graph than the one of this session")
             initialized.extend(each.variables)
             found.append(None)
-        elif each is None or isinstance(each, _Box):
+        elif isinstance(each, _Box):
             found.append(each)
+        elif each is None:
+            raise GraphTypeError(
+                "None cannot be fetched. optimizer.step() returns None; fetch what it changes: "
+                "session.run([loss, graph.updates])"
+            )
         else:
             found.append(_output(graph, each))
     return Fetches(tuple(found), structure, tuple(others), tuple(initialized))

@@ -8,10 +8,11 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 
+from stratagem import _tensorflow_names
 from stratagem._caller import warn_caller
 from stratagem._checks import require_count
 from stratagem.engine import context, random_state
@@ -97,10 +98,10 @@ class Estimator:
     def train(
         self,
         input_fn: Callable[..., Any],
-        hooks: Sequence[SessionRunHook] = (),
+        hooks: Sequence[SessionRunHook] | None = None,
         steps: int | None = None,
         max_steps: int | None = None,
-        saving_listeners: Sequence[CheckpointSaverListener] = (),
+        saving_listeners: Sequence[CheckpointSaverListener] | None = None,
     ) -> "Estimator":
         """Trains until the input ends, a hook asks for the end, or the steps are done.
 
@@ -117,8 +118,8 @@ class Estimator:
             PreemptedExit: SIGTERM came; the last step is saved, and the program is to end and to be started again.
         """
         require_input_fn(input_fn)
-        require_hooks("hooks", hooks)
-        require_listeners(saving_listeners)
+        hooks = require_hooks("hooks", hooks)
+        saving_listeners = require_listeners(saving_listeners)
         if steps is not None and max_steps is not None:
             raise EstimatorError(f"give steps or max_steps, got both: {steps!r} and {max_steps!r}")
         for name, value in (("steps", steps), ("max_steps", max_steps)):
@@ -173,6 +174,7 @@ class Estimator:
                 session = self._opener.open(ModeKeys.TRAIN, input_fn, strategy, found, stack)
             except InputUsedUpError:
                 self._finish(found)
+                _warn_of_early_end(step_in(found), last_step)
                 return
             if found is None and self.config.restart == FROM_CHECKPOINT:
                 session.save(finished=False)
@@ -193,12 +195,14 @@ class Estimator:
             for _ in _begun(session, ours, begun):
                 pass
             preemption.exit_if_asked()
+            if not session.stop_requested:
+                _warn_of_early_end(session.global_step, last_step)
 
     def evaluate(
         self,
         input_fn: Callable[..., Any],
         steps: int | None = None,
-        hooks: Sequence[SessionRunHook] = (),
+        hooks: Sequence[SessionRunHook] | None = None,
         checkpoint_path: str | None = None,
         name: str | None = None,
     ) -> dict[str, Any]:
@@ -212,7 +216,7 @@ class Estimator:
             name: Keeps the summaries of several evaluations apart.
         """
         require_input_fn(input_fn)
-        require_hooks("hooks", hooks)
+        hooks = require_hooks("hooks", hooks)
         if steps is not None:
             require_count(EstimatorError, steps=steps)
         self._require_outside("evaluate")
@@ -239,7 +243,7 @@ class Estimator:
         self,
         input_fn: Callable[..., Any],
         predict_keys: Sequence[str] | None = None,
-        hooks: Sequence[SessionRunHook] = (),
+        hooks: Sequence[SessionRunHook] | None = None,
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
     ) -> Iterator[Any]:
@@ -255,7 +259,7 @@ class Estimator:
             A generator: batches are computed when they are asked for.
         """
         require_input_fn(input_fn)
-        require_hooks("hooks", hooks)
+        hooks = require_hooks("hooks", hooks)
         self._require_outside("predict")
         return self._predict(input_fn, predict_keys, hooks, self._find_trained(checkpoint_path), yield_single_examples)
 
@@ -312,6 +316,10 @@ class Estimator:
             raise EstimatorError(f"the model has no weight {name!r}; it has {', '.join(weights)}")
         value: torch.Tensor = weights[name]
         return value
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """What is not found may be a method of TensorFlow's Estimators."""
+        raise _tensorflow_names.of_estimator(self, name)
 
     def _trained_weights(self) -> dict[str, Any]:
         found = training_state.find_checkpoint(None, self.model_dir)
@@ -375,6 +383,16 @@ def _begun(
     if begun is not None:
         begun[:] = hooks
     return session.run(hooks)
+
+
+def _warn_of_early_end(step: int, last_step: int | None) -> None:
+    """Says that an input has ended before the steps that were asked for."""
+    if last_step is not None and step < last_step:
+        warn_caller(
+            f"the input ended at step {step}, and training was to go on to step {last_step}. Let the input repeat its "
+            f"data: return sg.estimator.Input(data, num_epochs=None) from input_fn; or leave steps and max_steps out",
+            StratagemWarning,
+        )
 
 
 def _add_saver(hooks: list[SessionRunHook], config: RunConfig, listeners: Sequence[CheckpointSaverListener]) -> None:

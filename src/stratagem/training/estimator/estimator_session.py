@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 from stratagem import _tree
+from stratagem.engine import random_state
 from stratagem.errors import EstimatorError, LostError
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.estimator.feed import Feed
@@ -49,7 +50,6 @@ class EstimatorSession(RunContext):
         self.optimizer = model.optimizer
         self.global_step = global_step
         self.position = position  # of the batches that the model has been trained with, for a checkpoint
-        self.has_run = False
         self._strategy = strategy
         self._first = first
         self._save = save
@@ -70,7 +70,6 @@ class EstimatorSession(RunContext):
             for hook in hooks:
                 hook.before_run(self)
             results = self._step(batch)
-            self.has_run = True
             self.global_step += training
             self.position = self.feed.position()
             values = _Values(self.model, results)
@@ -81,6 +80,11 @@ class EstimatorSession(RunContext):
             hook.end(self)
 
     def _step(self, batch: Batch) -> Any:
+        if self.model.mode == ModeKeys.TRAIN:
+            # The other replicas have generators of their own. A strategy seeds them whenever the program has drawn a
+            # number, so what they draw in this step follows from the state here, which checkpoints keep: it is the
+            # same however often a training is saved, and if it goes on from a checkpoint.
+            random_state.draw()
         try:
             return self.model.run(batch)
         except LostError as error:

@@ -88,13 +88,16 @@ class SessionRunHook:
         """After the last step, unless an error ended the session."""
 
 
-def require_hooks(name: str, hooks: Any) -> None:
-    """Refuses what is not a sequence of hooks."""
+def require_hooks(name: str, hooks: Any) -> tuple[SessionRunHook, ...]:
+    """The hooks; none for None, TensorFlow's default. Refuses what is not a sequence of hooks."""
+    if hooks is None:
+        return ()
     if not isinstance(hooks, list | tuple):
         raise EstimatorError(f"{name} is a list of SessionRunHook objects, got {described(hooks)}")
     for hook in hooks:
         if not isinstance(hook, SessionRunHook):
             raise EstimatorError(f"{name} is a list of SessionRunHook objects, got {described(hook)}")
+    return tuple(hooks)
 
 
 @final
@@ -188,7 +191,9 @@ class CheckpointSaverListener:
 
 
 def require_listeners(listeners: Any) -> tuple[CheckpointSaverListener, ...]:
-    """The listeners; refuses what is not a sequence of them."""
+    """The listeners; none for None, TensorFlow's default. Refuses what is not a sequence of them."""
+    if listeners is None:
+        return ()
     if not isinstance(listeners, list | tuple):
         raise EstimatorError(f"listeners are a list of CheckpointSaverListener objects, got {described(listeners)}")
     for each in listeners:

@@ -5,7 +5,7 @@ import dataclasses
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class RunConfig:
         restart: What happens if a replica dies or stalls. `never`: the error ends the training. `from_checkpoint`: the
             strategy starts anew, and training goes on from the last checkpoint.
         max_restarts: The largest number of restarts within ten minutes.
+        tf_random_seed: TensorFlow's name of `random_seed`.
+        session_config: Has no meaning here; TensorFlow's default, None, is taken.
     Raises:
         EstimatorError: An argument is not one of its values.
     """
@@ -53,8 +55,22 @@ class RunConfig:
     on_save_error: str = "raise"
     restart: str = "never"
     max_restarts: int = 3
+    tf_random_seed: InitVar[int | None] = None
+    session_config: InitVar[None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, tf_random_seed: Any, session_config: Any) -> None:
+        if session_config is not None:
+            raise EstimatorError(
+                f"session_config is there for TensorFlow's programs, and None here, got {described(session_config)}; "
+                f"set devices with sg.config, and placement in model_fn with sg.device"
+            )
+        if tf_random_seed is not None:
+            if self.random_seed not in (None, tf_random_seed):
+                raise EstimatorError(
+                    f"tf_random_seed is TensorFlow's name of random_seed, got both: {tf_random_seed!r} and "
+                    f"{self.random_seed!r}; give one"
+                )
+            object.__setattr__(self, "random_seed", tf_random_seed)
         if self.random_seed is not None and type(self.random_seed) is not int:
             raise EstimatorError(f"random_seed is an int, or None, got {described(self.random_seed)}")
         require_one_of("on_save_error", self.on_save_error, ("raise", "warn"))
@@ -87,7 +103,13 @@ class RunConfig:
             >>> RunConfig(keep_checkpoint_max=3).replace(random_seed=1).keep_checkpoint_max
             3
         """
+        if changes.keys() & {"random_seed", "tf_random_seed"}:
+            changes = {"random_seed": None, "tf_random_seed": None, **changes}
         return dataclasses.replace(self, **changes)
+
+
+# What a program reads is the seed, not the default of the argument.
+RunConfig.tf_random_seed = property(lambda config: config.random_seed)  # type: ignore[attr-defined]
 
 
 def usable_folder(model_dir: str | os.PathLike[str] | None, config: RunConfig) -> str:

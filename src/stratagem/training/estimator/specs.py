@@ -7,7 +7,7 @@ import enum
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from stratagem._checks import require_count, require_seconds
 from stratagem.errors import EstimatorError
 from stratagem.training.estimator.checks import described, require_input_fn
-from stratagem.training.estimator.hooks import SessionRunHook, require_hooks
+from stratagem.training.estimator.hooks import CheckpointSaverListener, SessionRunHook, require_hooks, require_listeners
 
 
 class ModeKeys(enum.StrEnum):
@@ -90,7 +90,7 @@ class EstimatorSpec:
         if self.mode == ModeKeys.TRAIN:
             self._check_training()
         for name in ("training_hooks", "evaluation_hooks", "prediction_hooks"):
-            require_hooks(name, getattr(self, name))
+            object.__setattr__(self, name, require_hooks(name, getattr(self, name)))
 
     def _check_training(self) -> None:
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -176,17 +176,20 @@ class TrainSpec:
         input_fn: Gives the data to train on.
         max_steps: The global step to train to; `None` trains until the input ends.
         hooks: Hooks for training.
+        saving_listeners: Who is told of checkpoints.
     """
 
     input_fn: Callable[..., Any]
     max_steps: int | None = None
     hooks: Sequence[SessionRunHook] = ()
+    saving_listeners: Sequence[CheckpointSaverListener] = ()
 
     def __post_init__(self) -> None:
         require_input_fn(self.input_fn)
         if self.max_steps is not None:
             require_count(EstimatorError, max_steps=self.max_steps)
-        require_hooks("hooks", self.hooks)
+        object.__setattr__(self, "saving_listeners", require_listeners(self.saving_listeners))
+        object.__setattr__(self, "hooks", require_hooks("hooks", self.hooks))
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,8 @@ class EvalSpec:
         hooks: Hooks for evaluation.
         throttle_secs: The least number of seconds between the starts of two evaluations. An evaluation needs a new
             checkpoint; the last checkpoint is always evaluated.
+        start_delay_secs: How many seconds an evaluator task of a cluster waits before its first evaluation.
+        exporters: Has no meaning here; TensorFlow's default, None, is taken.
     """
 
     input_fn: Callable[..., Any]
@@ -207,12 +212,20 @@ class EvalSpec:
     name: str | None = None
     hooks: Sequence[SessionRunHook] = ()
     throttle_secs: float = 600
+    start_delay_secs: float = 0
+    exporters: InitVar[None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, exporters: Any) -> None:
+        if exporters:
+            raise EstimatorError(
+                f"exporters is there for TensorFlow's programs, and None here, got {described(exporters)}; call "
+                f"estimator.export(folder) after train_and_evaluate"
+            )
+        require_seconds(EstimatorError, or_zero=True, start_delay_secs=self.start_delay_secs)
         require_input_fn(self.input_fn)
         if self.steps is not None:
             require_count(EstimatorError, steps=self.steps)
-        require_hooks("hooks", self.hooks)
+        object.__setattr__(self, "hooks", require_hooks("hooks", self.hooks))
         require_seconds(EstimatorError, or_zero=True, throttle_secs=self.throttle_secs)
 
 

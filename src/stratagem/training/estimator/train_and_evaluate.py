@@ -39,17 +39,23 @@ def train_and_evaluate(estimator: Estimator, train_spec: TrainSpec, eval_spec: E
     strategy = estimator.config.train_distribute
     elsewhere = resolver is not None and EVALUATOR in resolver.cluster_spec().jobs
     if elsewhere or not (strategy is None or strategy.is_in_step):
-        estimator.train(train_spec.input_fn, train_spec.hooks, max_steps=train_spec.max_steps)
+        _train(estimator, train_spec)
         return {}
     evaluator = _Evaluator(estimator, eval_spec)
-    estimator.train(train_spec.input_fn, train_spec.hooks, max_steps=train_spec.max_steps, saving_listeners=[evaluator])
+    _train(estimator, train_spec, evaluator)
     return evaluator.latest()
+
+
+def _train(estimator: Estimator, spec: TrainSpec, *listeners: CheckpointSaverListener) -> None:
+    told = [*spec.saving_listeners, *listeners]
+    estimator.train(spec.input_fn, spec.hooks, max_steps=spec.max_steps, saving_listeners=told)
 
 
 def _evaluate_every(estimator: Estimator, spec: EvalSpec, max_steps: int | None) -> dict[str, Any]:
     """Evaluates new checkpoints that other tasks write, until the last one of the training."""
     before = load_latest(estimator.model_dir)
     earlier = step_in(before) if before is not None and max_steps is not None else 0
+    begins_s = time.monotonic() + spec.start_delay_secs
     evaluator, seen, step, is_last = _Evaluator(estimator, spec), None, None, False
     del before
     while True:
@@ -58,7 +64,7 @@ def _evaluate_every(estimator: Estimator, spec: EvalSpec, max_steps: int | None)
             seen, step = now, step_in(checkpoint)
             is_last = checkpoint[1]["input"] is None and (step > earlier or step >= (max_steps or 0))
             del checkpoint  # the evaluation loads its own
-        if step is not None:
+        if step is not None and time.monotonic() >= begins_s:
             evaluator.look(step)
         if is_last:
             return evaluator.latest()

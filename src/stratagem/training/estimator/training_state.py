@@ -27,10 +27,6 @@ def state_of(session: EstimatorSession, structure: Any, *, finished: bool) -> di
         structure: The form of its features.
         finished: Whether it has come to its end, so that the next one starts its input anew.
     """
-    if session.has_run:
-        # The other replicas have generators of their own. They are seeded from the state that is saved,
-        # here as in a training that goes on from it.
-        random_state.draw()
     return {
         **session.model.state(),
         "global_step": session.global_step,
