@@ -320,6 +320,7 @@ class PrivateCopies(Copies):
                 buffer.copy_(self._changes.before[name])
 
     def close(self) -> None:
+        self.ledger.close()
         if self._runtime.rank == 0:
             _torch.data_reads.unwatch()
         if self._buckets is not None:
