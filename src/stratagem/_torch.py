@@ -92,8 +92,9 @@ class DataReads:
         self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._num_watching = 0
         self._followed: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors that are no parameters
-        # Tensors by the key of their storage, for each that wants to know.
+        # For each that wants to know: tensors by the key of their storage, and the `id`s of those that are elsewhere.
         self._owners: weakref.WeakKeyDictionary[Any, dict[int, weakref.ref[torch.Tensor]]] = weakref.WeakKeyDictionary()
+        self._elsewhere: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         self._own: dict[str, Any] = {}  # what torch.Tensor had itself, while others stand in its place
 
     def watch(self) -> None:
@@ -131,23 +132,28 @@ class DataReads:
         self._followed[key] = weakref.ref(tensor, lambda _: self._followed.pop(key, None))
 
     def follow_memory(self, asker: Any, tensors: Collection[torch.Tensor]) -> None:
-        """Notes the same of tensors as they are now, whatever takes their memory, until the same names others."""
+        """Notes the same of tensors as they are now, whatever takes their memory, until the same asker names others.
+
+        Of those that are not on the CPU, which have no arrays of numpy, only their own `.data`.
+        """
         if tensors:
             self._stand_in()
-        self._owners[asker] = {each.untyped_storage()._cdata: weakref.ref(each) for each in tensors}
-        for each in tensors if self._by_id else ():
-            self._by_id.pop(id(each), None)
+        here = [each for each in tensors if each.is_cpu and each.layout is torch.strided]
+        self._owners[asker] = {each.untyped_storage()._cdata: weakref.ref(each) for each in here}
+        self._elsewhere[asker] = set(map(id, tensors)).difference(map(id, here))
+        self.are_known(tensors if self._by_id else ())
 
     def follow_memory_no_more(self, asker: Any) -> None:
         """Ends that."""
         self._owners.pop(asker, None)
+        self._elsewhere.pop(asker, None)
         self._stand_back()
 
     def _look_at(self, tensor: torch.Tensor) -> None:
         """Notes a tensor that is followed, and the one whose memory it lies in."""
-        if id(tensor) in self._followed:
+        if id(tensor) in self._followed or any(id(tensor) in own for own in self._elsewhere.values()):
             self._note(tensor)
-        if not self._owners or tensor.layout != torch.strided:
+        if not self._owners or not tensor.is_cpu or tensor.layout is not torch.strided:
             return
         try:
             key = tensor.untyped_storage()._cdata
@@ -182,7 +188,7 @@ class DataReads:
 
     def _stand_back(self) -> None:
         """Takes it away, if nobody is followed."""
-        if self._followed or any(self._owners.values()):
+        if self._followed or any(self._owners.values()) or any(self._elsewhere.values()):
             return
         own, self._own = self._own, {}
         for name, value in own.items():
@@ -378,6 +384,9 @@ MODULE_HOOKS: Final = (
 
 hooks_in: Final[Callable[[dict[str, Any]], tuple[dict[int, Any], ...]]] = operator.itemgetter(*MODULE_HOOKS)
 """Those dicts, of the attributes of a module."""
+
+OPTIMIZER_HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""The dicts in which an optimizer holds the hooks of its `step`."""
 
 OPTIMIZER_METHODS: Final = ("step", "state_dict", "load_state_dict", "zero_grad")
 """Methods that somebody may replace on one optimizer."""

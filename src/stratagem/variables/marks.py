@@ -97,8 +97,10 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _is_held(tensor: torch.Tensor, num_more: int) -> bool:
-    """Whether anything else lies in the storage of a tensor; of one that has none, that is not known."""
-    return tensor.layout != torch.strided or _torch.num_storage_users(tensor) > _torch.NUM_OWN_USERS + num_more
+    """Whether anything else lies in the memory of the host that a tensor has; of a sparse one, that is not known."""
+    if not tensor.is_cpu:
+        return False
+    return tensor.layout is not torch.strided or _torch.num_storage_users(tensor) > _torch.NUM_OWN_USERS + num_more
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
