@@ -17,7 +17,7 @@ import operator
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from types import FunctionType
@@ -54,6 +54,11 @@ gradient_of: Final[Callable[[Any], Any]] = operator.attrgetter("grad")
 version_of: Final[Callable[[Any], int]] = operator.attrgetter("_version")
 """How often a tensor was written to, by autograd's count; not of inference tensors, and not through `.data`."""
 
+data_of: Final[Callable[[Any], torch.Tensor]] = torch._C.TensorBase.data.__get__  # type: ignore[attr-defined]
+"""`tensor.data`, and how it is set, for the library: `DataReads` does not note it."""
+
+set_data: Final[Callable[[Any, torch.Tensor], None]] = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+
 base_of: Final[Callable[[Any], torch.Tensor | None]] = operator.attrgetter("_base")
 """The tensor that a view is of; autograd keeps it."""
 
@@ -77,13 +82,20 @@ hooks_of: Final[Callable[[Any], Any]] = operator.attrgetter("_backward_hooks", "
 
 
 class DataReads:
-    """Notes whose `.data` the program takes or sets, and what they are then: torch does not count writes through it."""
+    """Notes whose memory the program takes or sets, and what is in it then: torch does not count writes to it.
+
+    Of parameters, and of tensors that are followed one by one, `.data` tells; of those whose memory is followed, also
+    `numpy()`, and both of whatever else lies in it.
+    """
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
         self._num_watching = 0
         self._followed: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors that are no parameters
-        self._own_data: list[Any] = []  # what torch.Tensor had itself, while others stand in its place
+        # For each that wants to know: tensors by the key of their storage, and the `id`s of those that are elsewhere.
+        self._owners: weakref.WeakKeyDictionary[Any, dict[int, weakref.ref[torch.Tensor]]] = weakref.WeakKeyDictionary()
+        self._elsewhere: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+        self._own: dict[str, Any] = {}  # what torch.Tensor had itself, while others stand in its place
 
     def watch(self) -> None:
         """Begins to note, for the whole process."""
@@ -108,43 +120,87 @@ class DataReads:
         if not self._num_watching:
             del torch.nn.Parameter.data
             self._by_id.clear()
-            self._follow_no_more()
+            self._followed.clear()
+            self._stand_back()
 
     def follow(self, tensor: torch.Tensor) -> None:
         """Notes the same of a tensor that is no parameter, until nobody watches."""
         if not self._num_watching:
             return
-        if not self._own_data:
-            self._own_data = [vars(torch.Tensor).get("data")]
-            data: Any = torch.Tensor.data
-
-            def take(tensor: torch.Tensor) -> torch.Tensor:
-                if id(tensor) in self._followed:
-                    self._note(tensor)
-                return data.__get__(tensor)  # type: ignore[no-any-return]
-
-            def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
-                if id(tensor) in self._followed:
-                    self._note(tensor)
-                data.__set__(tensor, value)
-
-            torch.Tensor.data = property(take, put)  # type: ignore[assignment]
+        self._stand_in()
         key = id(tensor)
         self._followed[key] = weakref.ref(tensor, lambda _: self._followed.pop(key, None))
 
-    def _follow_no_more(self) -> None:
-        self._followed.clear()
-        for own in self._own_data:
-            if own is None:
-                del torch.Tensor.data
+    def follow_memory(self, asker: Any, tensors: Collection[torch.Tensor]) -> None:
+        """Notes the same of tensors as they are now, whatever takes their memory, until the same asker names others.
+
+        Of those that are not on the CPU, which have no arrays of numpy, only their own `.data`.
+        """
+        if tensors:
+            self._stand_in()
+        here = [each for each in tensors if each.is_cpu and each.layout is torch.strided]
+        self._owners[asker] = {each.untyped_storage()._cdata: weakref.ref(each) for each in here}
+        self._elsewhere[asker] = set(map(id, tensors)).difference(map(id, here))
+        self.are_known(tensors if self._by_id else ())
+
+    def follow_memory_no_more(self, asker: Any) -> None:
+        """Ends that."""
+        self._owners.pop(asker, None)
+        self._elsewhere.pop(asker, None)
+        self._stand_back()
+
+    def _look_at(self, tensor: torch.Tensor) -> None:
+        """Notes a tensor that is followed, and the one whose memory it lies in."""
+        if id(tensor) in self._followed or any(id(tensor) in own for own in self._elsewhere.values()):
+            self._note(tensor)
+        if not self._owners or not tensor.is_cpu or tensor.layout is not torch.strided:
+            return
+        try:
+            key = tensor.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # it has none
+            return
+        for own in self._owners.values():
+            owner = own[key]() if key in own else None
+            if owner is not None:
+                self._note(owner)
+
+    def _stand_in(self) -> None:
+        """Puts what notes in the place of torch's own."""
+        if self._own:
+            return
+        self._own = {name: vars(torch.Tensor).get(name) for name in ("data", "numpy")}
+        data, to_numpy = _any_torch.Tensor.data, _any_torch.Tensor.numpy
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            self._look_at(tensor)
+            return data.__get__(tensor)  # type: ignore[no-any-return]
+
+        def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+            self._look_at(tensor)
+            data.__set__(tensor, value)
+
+        @functools.wraps(to_numpy)
+        def numpy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._look_at(tensor)
+            return to_numpy(tensor, *args, **kwargs)
+
+        _any_torch.Tensor.data, _any_torch.Tensor.numpy = property(take, put), numpy
+
+    def _stand_back(self) -> None:
+        """Takes it away, if nobody is followed."""
+        if self._followed or any(self._owners.values()) or any(self._elsewhere.values()):
+            return
+        own, self._own = self._own, {}
+        for name, value in own.items():
+            if value is None:
+                delattr(torch.Tensor, name)
             else:
-                torch.Tensor.data = own
-        self._own_data = []
+                setattr(torch.Tensor, name, value)
 
     def are_known(self, parameters: Iterable[torch.Tensor]) -> None:
         """What was written to some parameters is known; those whose memory others still hold stay noted."""
         for parameter in parameters:
-            if self._by_id.pop(id(parameter), None) is not None and num_storage_users(parameter) > _NUM_OWN_USERS:
+            if self._by_id.pop(id(parameter), None) is not None and num_storage_users(parameter) > NUM_OWN_USERS:
                 self._note(parameter)
 
     def has_written(self, parameter: torch.Tensor) -> bool:
@@ -161,7 +217,7 @@ class DataReads:
             self._by_id[key] = reference, parameter.detach().clone()
 
 
-_NUM_OWN_USERS: Final = 2  # of a storage: its tensor, and the object that is asked
+NUM_OWN_USERS: Final = 2  # of a storage: its tensor, and the object that is asked
 
 data_reads: Final = DataReads()
 
@@ -272,6 +328,32 @@ def num_storage_users(tensor: torch.Tensor) -> int:
     return int(_any_torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+class StorageUsers:
+    """Finds out which storages have got more users than those that they have now; one look at all of them.
+
+    Args:
+        tensors: One in each storage, which must live as long as this does.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._keys = [each.untyped_storage()._cdata for each in tensors]
+        self._own = self._count()
+
+    def _count(self) -> list[int]:
+        return list(map(_any_torch._C._storage_Use_Count, self._keys))
+
+    def more(self) -> list[tuple[int, int]]:
+        """The places of those storages in the list that have more: tensors, also those that arrays of numpy hold.
+
+        Each with how many there are.
+        """
+        counts = self._count()
+        if counts == self._own:
+            return []
+        more = enumerate(map(operator.sub, counts, self._own))
+        return [(place, number) for place, number in more if number > 0]
+
+
 def move_aliases(tensors: Sequence[torch.Tensor]) -> None:
     """Gives all other tensors in the storages of some new ones with the same values, which they share as before."""
     if not tensors:
@@ -302,6 +384,9 @@ MODULE_HOOKS: Final = (
 
 hooks_in: Final[Callable[[dict[str, Any]], tuple[dict[int, Any], ...]]] = operator.itemgetter(*MODULE_HOOKS)
 """Those dicts, of the attributes of a module."""
+
+OPTIMIZER_HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""The dicts in which an optimizer holds the hooks of its `step`."""
 
 OPTIMIZER_METHODS: Final = ("step", "state_dict", "load_state_dict", "zero_grad")
 """Methods that somebody may replace on one optimizer."""

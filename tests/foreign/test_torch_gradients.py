@@ -357,6 +357,136 @@ def optimizer_in_backward(on: Runner) -> Any:
     return trained(on, step, model)
 
 
+# Gradients in the main program, between two runs
+
+
+def in_two_runs(
+    on: Runner, change: Callable[[nn.Module], Any], clip: float = 0.0, num_passes: int = 1, *, to_none: bool = True
+) -> Any:
+    """The weights after runs of which one computes gradients and the next updates, with a change between them."""
+    with on.scope():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(3, 2000), nn.Tanh(), nn.Linear(2000, 1))  # more than one page of memory
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def compute(x: torch.Tensor, y: torch.Tensor) -> None:
+        functional.mse_loss(model(x), 10 * y).backward()
+        if clip:
+            nn.utils.clip_grad_value_(model.parameters(), clip)
+
+    def update() -> None:
+        optimizer.step()
+
+    kept = []
+    for _ in range(2):
+        for _ in range(num_passes):
+            on(compute, *batch(7))
+        kept.append(change(model))
+        on(update)
+        optimizer.zero_grad(set_to_none=to_none)
+    return kept, dict(model.named_parameters())
+
+
+def clamped_through_data(model: nn.Module) -> None:
+    for each in model.parameters():
+        each.grad.data.clamp_(-0.2, 0.2)
+
+
+def written_through_numpy(model: nn.Module) -> None:
+    for each in model.parameters():
+        numpy = each.grad.cpu().numpy()
+        numpy[...] = numpy.clip(-0.2, 0.2)
+        if each.is_cpu:
+            continue
+        each.grad.copy_(torch.from_numpy(numpy))
+
+
+CHANGES = (clamped_through_data, written_through_numpy)
+
+
+@programs()
+def gradients_changed_behind_torchs_back(on: Runner) -> Any:
+    return [in_two_runs(on, change) for change in CHANGES]
+
+
+@programs()
+def clipped_gradients_changed_behind_torchs_back(on: Runner) -> Any:
+    return [in_two_runs(on, change, clip=0.5) for change in CHANGES]
+
+
+@programs()
+def accumulated_gradients_changed_behind_torchs_back(on: Runner) -> Any:
+    return [in_two_runs(on, change, num_passes=2, to_none=to_none) for change in CHANGES for to_none in (True, False)]
+
+
+@programs()
+def clipped_and_scaled_by_torch(on: Runner) -> Any:
+    def by_norm(model: nn.Module) -> Any:
+        return nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+    def by_value(model: nn.Module) -> None:
+        nn.utils.clip_grad_value_(model.parameters(), 0.2)
+
+    def replaced(model: nn.Module) -> None:
+        for each in model.parameters():
+            each.grad = each.grad * 0.5
+
+    def dropped(model: nn.Module) -> None:
+        model[0].weight.grad = None
+
+    return [in_two_runs(on, change) for change in (by_norm, by_value, replaced, dropped)]
+
+
+# What a program keeps of a gradient
+
+
+KEPT: tuple[Callable[[torch.Tensor], Any], ...] = (
+    torch.Tensor.detach,
+    lambda gradient: gradient.data,
+    lambda gradient: gradient.view(-1),
+    lambda gradient: gradient[0],
+    lambda gradient: gradient,
+    lambda gradient: gradient.numpy() if gradient.is_cpu else gradient.detach(),
+)
+
+
+def keeping(on: Runner, clear: Callable[[nn.Module], None], *, in_steps: bool = True) -> Any:
+    """What is kept of gradients in the main program and in steps, after passes that made others."""
+    with on.scope():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(3, 2000), nn.Tanh(), nn.Linear(2000, 1))
+    kept: list[Any] = []
+    kept_in_steps: list[torch.Tensor] = []
+
+    def step(x: torch.Tensor, y: torch.Tensor, scale: float) -> list[torch.Tensor]:
+        functional.mse_loss(model(x), scale * y).backward()
+        if in_steps:
+            kept_in_steps.append(model[0].weight.grad.detach())
+        return [each.clone() for each in kept_in_steps]
+
+    found: list[Any] = []
+    for turn, keep in enumerate(KEPT):
+        clear(model)
+        found.append(on.first(on(step, *batch(7), scale=float(turn))))
+        kept += [keep(each.grad) for each in model.parameters()]
+    return found, list(map(torch.as_tensor, kept)), [each.grad for each in model.parameters()]
+
+
+@programs()
+def kept_gradients_stay_what_they_were(on: Runner) -> Any:
+    return keeping(on, lambda model: model.zero_grad(set_to_none=True))
+
+
+@programs()
+def kept_gradients_follow_those_that_are_cleared_in_place(on: Runner) -> Any:
+    return keeping(on, lambda model: model.zero_grad(set_to_none=False), in_steps=False)
+
+
+@programs()
+def kept_gradients_follow_those_that_accumulate(on: Runner) -> Any:
+    return keeping(on, lambda model: None)
+
+
 # Gradients through exchanges, and of gradients
 
 

@@ -13,9 +13,10 @@ hundreds of them, and each operation costs more than what it adds.
 import cmath
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from stratagem import _torch
@@ -152,6 +153,44 @@ class WindowExchange:
     def forget(self) -> None:
         """Gives up what this replica changed in the last sum, before the next one is made."""
         self._total.drop(self._total.written_pages())
+
+    def changed(self) -> list[int]:
+        """The segments of the sum that this replica has changed, in whatever way."""
+        return [
+            number
+            for number in self.in_pages(self._total.written_pages())
+            if not torch.equal(*(each[self._range(number)].view(torch.uint8) for each in (self.sum, self._sum)))
+        ]
+
+    def in_pages(self, pages: np.ndarray) -> list[int]:
+        """The segments of which some element lies in any of these pages of the sum."""
+        found = []
+        for number in range(len(self._segments)) if len(pages) else ():
+            first, last = (each // PAGE_BYTES for each in self._bytes(number))
+            if np.any((pages >= first) & (pages <= last)):
+                found.append(number)
+        return found
+
+    def written_pages(self) -> np.ndarray:
+        """The pages of the sum that this replica has written to."""
+        return self._total.written_pages()
+
+    def leave(self, segments: Iterable[int]) -> None:
+        """Leaves the memory in which this replica sees the sum to whoever has parts of it; `sum` lies elsewhere then.
+
+        Args:
+            segments: Those that somebody has: they stay as they are.
+        """
+        self._total.leave(map(self._bytes, segments))
+        self.sum = self._total.private(self.sum.dtype, 0, self.sum.numel())
+
+    def _range(self, segment: int) -> slice:
+        offset, numel = self._segments[segment]
+        return slice(offset, offset + numel)
+
+    def _bytes(self, segment: int) -> tuple[int, int]:
+        own = self._range(segment)
+        return own.start * self.sum.itemsize, own.stop * self.sum.itemsize
 
     def add_up(
         self, vectors: Sequence[torch.Tensor | None], between: "StartSum | None" = None

@@ -161,7 +161,7 @@ def run(
     runtime = _joined[key]
     runtime.receive(call.written)
     take(delivery, runtime.global_rank)
-    state_diff.apply(call.changes, this_child().registry.resolve)  # type: ignore[union-attr]
+    take_changes(call.changes)
     if call.seed is not None:
         seed_everything(seed_of(call.seed, runtime.global_rank))
     with surrounded_by(call.surroundings) as placed:
@@ -206,6 +206,11 @@ def agree(key: int, written: Written) -> None:
 def fetch(number: int) -> Any:
     """A result that stayed here until somebody asked for it."""
     return _results.values.pop(number)
+
+
+def take_changes(changes: state_diff.Snapshot) -> None:
+    """Takes what the main program changed in distributed objects."""
+    state_diff.apply(changes, this_child().registry.resolve)  # type: ignore[union-attr]
 
 
 def take_slots(key: int, name: int, slots: Slots, loaded: bool) -> None:

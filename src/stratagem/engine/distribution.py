@@ -142,7 +142,8 @@ class Distribution:
         reloaded, self._reloaded = (set() if own.recipe.kept_on else self._reloaded | changed), set()
         for name in (reloaded & live.keys()) - own.updates.keys():
             optimizer = live[name]
-            state = _tree.map_only(torch.Tensor, torch.Tensor.cpu, type(optimizer).state_dict(optimizer))
+            state = _tree.map_only(torch.Tensor, torch.Tensor.cpu, _whole_state(optimizer))
+            self._give_groups(name, optimizer)
             self._replicas.ask_children(child_calls.load_whole_state, self._replicas.key, name, state)
 
     @torch.inference_mode(mode=False)
@@ -329,8 +330,15 @@ class Distribution:
         """Gives all replicas memory for the state of an optimizer, where they need other than they have."""
         slots = update.new_slots(loaded=loaded)
         if slots is not None:
+            self._give_groups(name, update.optimizer)
             self._replicas.ask_children(child_calls.take_slots, self._replicas.key, name, slots, loaded)
             update.take_slots(slots, loaded=loaded)
+
+    def _give_groups(self, name: int, optimizer: torch.optim.Optimizer) -> None:
+        """Gives all replicas the parameters and options that an optimizer has now, before its state comes."""
+        changes = state_diff.difference(self._state, self._described({name: optimizer}))
+        if changes:
+            self._replicas.ask_children(child_calls.take_changes, changes)
 
     def _show_whole_state(self, update: SplitUpdate, name: int) -> None:
         """Lets the controller's optimizer show the state that all replicas share."""
@@ -342,6 +350,17 @@ class Distribution:
             return kind.state_dict(update.optimizer)
 
         update.optimizer.state_dict = state_dict  # type: ignore[method-assign]
+
+
+def _whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of an optimizer, without what it still has of parameters that have left its groups."""
+    own, state = set(map(id, parameters_of(optimizer))), optimizer.state
+    left = [each for each in state if isinstance(each, torch.Tensor) and id(each) not in own]
+    apart = [(each, state.pop(each)) for each in left]
+    try:
+        return type(optimizer).state_dict(optimizer)
+    finally:
+        state.update(apart)
 
 
 def _can_be_moved(tensor: torch.Tensor) -> bool:

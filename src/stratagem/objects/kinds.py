@@ -274,15 +274,17 @@ class Module(Kind):
 
 @final
 class _Optimizer(Kind):
-    """A distributed optimizer of the program's own: what it has besides what every optimizer has."""
+    """A distributed optimizer: the hooks of its step, and what one of the program's own has besides what every has."""
 
     leaves_out = True
 
     def read(self, obj: Any) -> Mapping[Any, Any]:
-        return {key: value for key, value in vars(obj).items() if key not in _OF_EVERY_OPTIMIZER}
+        is_of_torch = type(obj).__module__.startswith("torch.")
+        own = {} if is_of_torch else {key: each for key, each in vars(obj).items() if key not in _OF_EVERY_OPTIMIZER}
+        return own | {kind: _own_hooks(obj, kind) for kind in _torch.OPTIMIZER_HOOKS if vars(obj).get(kind)}
 
     def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
-        _ATTRIBUTES.write(obj, members, removed, replica)
+        _put_members(obj, members, removed)
 
 
 @final
@@ -325,33 +327,36 @@ def _is_plain_sequence(value: Any) -> bool:
 
 def _put_members(obj: Any, members: Mapping[Any, Any], removed: Iterable[Any]) -> None:
     for key in removed:
-        if key in _torch.MODULE_HOOKS:
+        if key in _HOOKS:
             _put_hooks(obj, key, ())
         else:
             vars(obj).pop(key, None)
     for key, value in members.items():
-        if key in _torch.MODULE_HOOKS:
+        if key in _HOOKS:
             _put_hooks(obj, key, value)
         else:
             vars(obj)[key] = value
 
 
-def _own_hooks(module: torch.nn.Module, kind: str) -> tuple[tuple[int, Any], ...]:
-    """The program's hooks of a module by number; the library's are those of its process."""
-    return tuple((number, hook) for number, hook in vars(module)[kind].items() if not _is_of_library(module, number))
+_HOOKS = frozenset((*_torch.MODULE_HOOKS, *_torch.OPTIMIZER_HOOKS))
 
 
-def _is_of_library(module: torch.nn.Module, number: int) -> bool:
+def _own_hooks(obj: Any, kind: str) -> tuple[tuple[int, Any], ...]:
+    """The program's hooks of a module or an optimizer by number; the library's are those of its process."""
+    return tuple((number, hook) for number, hook in vars(obj)[kind].items() if not _is_of_library(obj, number))
+
+
+def _is_of_library(obj: Any, number: int) -> bool:
     # Some of the dicts hold the functions, others only say how those are called.
-    found = [vars(module)[kind].get(number) for kind in _torch.MODULE_HOOKS]
+    found = [vars(obj)[kind].get(number) for kind in _HOOKS if kind in vars(obj)]
     return any((getattr(each, "__module__", None) or "").startswith("stratagem.") for each in found)
 
 
-def _put_hooks(module: torch.nn.Module, kind: str, hooks: Sequence[tuple[int, Any]]) -> None:
-    """Puts the program's hooks in the place of those that a module has."""
+def _put_hooks(obj: Any, kind: str, hooks: Sequence[tuple[int, Any]]) -> None:
+    """Puts the program's hooks in the place of those that a module or an optimizer has."""
     # The same dict: handles that remove a hook know it.
-    own = vars(module)[kind]
-    kept = [each for number, each in own.items() if _is_of_library(module, number)]
+    own = vars(obj)[kind]
+    kept = [each for number, each in own.items() if _is_of_library(obj, number)]
     own.clear()
     own.update(hooks)
     # A hook that the function registers here must not take the place of one of these.
@@ -431,7 +436,7 @@ def kind_of_distributed(obj: Any) -> Kind | None:
     if isinstance(obj, torch.Tensor | torch.amp.GradScaler):
         return None
     if isinstance(obj, torch.optim.Optimizer):
-        return None if type(obj).__module__.startswith("torch.") else _OPTIMIZER
+        return _OPTIMIZER
     return _MODULE if isinstance(obj, torch.nn.Module) and is_plain_module(obj) else _OTHERS
 
 

@@ -14,6 +14,7 @@ import functools
 import mmap
 import os
 import resource
+from collections.abc import Iterable
 from typing import Final, final
 
 import numpy as np
@@ -44,8 +45,11 @@ class Region:
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._shared = mapped(descriptor, num_bytes, mmap.MAP_SHARED)
-        self._private = mapped(descriptor, num_bytes, mmap.MAP_PRIVATE)
+        self._map_private(descriptor)
         self.descriptor = descriptor  # last: what cannot be mapped stays the caller's to close
+
+    def _map_private(self, descriptor: int) -> None:
+        self._private = mapped(descriptor, self.num_bytes, mmap.MAP_PRIVATE)
         self._num_faults_when_clean = _NOT_CLEAN
         self._first_page = torch.frombuffer(self._private, dtype=torch.uint8).data_ptr() // PAGE_BYTES
 
@@ -104,6 +108,18 @@ class Region:
         """Gives this process' own pages up, for those of everyone."""
         for start, end in runs(pages):
             self._private.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def leave(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Leaves the private views that there are to whoever has them; `private` gives views of a new mapping.
+
+        Args:
+            ranges: The bytes in which such views lie: there nobody else's writes are seen any more.
+        """
+        own = np.frombuffer(self._private, dtype=np.uint8)
+        for start, end in ranges:
+            first_bytes = own[start // PAGE_BYTES * PAGE_BYTES : end : PAGE_BYTES]
+            np.add(first_bytes, 0, out=first_bytes)  # a page that is written to is this process' own
+        self._map_private(self.descriptor)
 
     def __del__(self) -> None:
         # Tensors in the memory keep it mapped; only its descriptor ends here.

@@ -11,14 +11,14 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, final
 
 import torch
 
 from stratagem import _torch
 from stratagem.errors import StrategyError
-from stratagem.variables.ledger import Summed, gather_numbers
+from stratagem.variables.ledger import Summed, Watched, gather_numbers
 from stratagem.variables.participant import Participant
 
 BUCKET_BYTES = 25 * 2**20
@@ -163,6 +163,13 @@ class Buckets:
         for bucket in self._buckets:
             bucket.let_go()
         self._alone = {}
+
+    def watch(self, gradients: Mapping[int, torch.Tensor]) -> Watched:
+        """None of them."""
+        return Watched()
+
+    def written(self) -> Set[int]:
+        return frozenset()
 
     def _start_alone(self, name: int, gradients: Mapping[int, torch.Tensor]) -> Callable[[], torch.Tensor]:
         row, slot = self._bucket_of[name].new_row(name)

@@ -112,13 +112,15 @@ class FlatRange:
             return False
         if set(map(_layout, gradients)) != {torch.strided}:
             return False
-        if (list(map(_address, gradients)), list(map(_stride, gradients))) != self._expected:
+        found = list(map(_address, gradients)), list(map(_stride, gradients))
+        if found != self._expected and not (self._finds_gradients(anew=True) and found == self._expected):
             return False
         self._differs = self._differs and any(bool((each != each[0]).any()) for each in self._counts)
         return not self._differs
 
-    def _finds_gradients(self) -> bool:
-        if self._expected is None and (flat := self._sum_of(self._store)) is not None:
+    def _finds_gradients(self, *, anew: bool = False) -> bool:
+        """Whether it knows where they will be; the sums may lie elsewhere than before."""
+        if (anew or self._expected is None) and (flat := self._sum_of(self._store)) is not None:
             self.tensor.grad = flat[self._start : self._end]
             start, itemsize = flat.data_ptr(), flat.dtype.itemsize
             addresses = [start + each.placement.offset * itemsize for each in self.parts]

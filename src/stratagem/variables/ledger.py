@@ -41,6 +41,13 @@ class Summed(NamedTuple):
     any_sparse: bool
 
 
+class Watched(NamedTuple):
+    """Gradients by name: those of which a transport finds every write, and all that lie in tensors of its own."""
+
+    found: Set[int] = frozenset()
+    home: Set[int] = frozenset()
+
+
 class Transport(Protocol):
     """How gradients are summed over the replicas."""
 
@@ -60,6 +67,12 @@ class Transport(Protocol):
 
     def end(self) -> None:
         """The sums have been given out."""
+
+    def watch(self, gradients: Mapping[int, torch.Tensor]) -> Watched:
+        """In the controller, after a run: begins to watch some of the gradients."""
+
+    def written(self) -> Set[int]:
+        """Which of those that it watches have been written to since, in whatever way."""
 
     def abandon(self) -> None:
         """Cleans up after a pass that has failed."""
@@ -94,8 +107,9 @@ class Ledger:
         self._hidden: dict[int, torch.Tensor] = {}
         self._hooks: dict[int, _torch.TensorHooks] = {}
         self._counts = True
-        # What gradients were after the last run, in the controller; `None` if nobody knows what others have.
-        self._marks: Marks | None = Marks({})
+        # What gradients were after the last run, in the controller, unless nobody knows what others have.
+        self._marks = Marks()
+        self._are_marked = True
         # Parameters whose sums were not finite, and whose fault that was; the same in every replica.
         self._not_finite: dict[int, weakref.ref[torch.Tensor]] = {}
         self.culprits: list[tuple[int, str]] = []
@@ -470,7 +484,11 @@ class Ledger:
         """In the controller: what it did to gradients since the last run; most often it dropped them."""
         changed: dict[int, torch.Tensor | None] = {}
         gradients = self._gradients()
-        for name in gradients if self._marks is None else self._marks.differing(gradients):
+        names: Iterable[int] = gradients
+        if self._are_marked:
+            found = {*self._marks.differing(gradients), *(self._transport.written() if self._transport else ())}
+            names = [name for name in gradients if name in found] if found else ()
+        for name in names:
             gradient = gradients[name]
             if gradient is not None and (name in self._local or self._is(self._spoiled, name, gradient)):
                 self._local.pop(name, None)
@@ -499,11 +517,18 @@ class Ledger:
 
     def note_gradients(self) -> None:
         """In the controller, after a run: all replicas now have the same."""
-        self._marks = Marks(self._gradients())
+        gradients = {name: each for name, each in self._gradients().items() if each is not None}
+        watched = self._transport.watch(gradients) if self._transport else Watched()
+        self._marks.note(gradients, gradients.keys() - watched.found, watched.home)
+        self._are_marked = True
 
     def forget_gradients(self) -> None:
         """In the controller, after a run that failed: what others have is not known."""
-        self._marks = None
+        self._are_marked = False
+
+    def close(self) -> None:
+        """Gradients are the program's own from now on."""
+        self._marks.close()
 
 
 def _dropped() -> None:

@@ -2,7 +2,7 @@
 
 import operator
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from operator import call
 from typing import Any, final
 
@@ -27,34 +27,66 @@ def is_as_marked(tensor: torch.Tensor | None, known: Any) -> bool:
 class Marks:
     """Marks of many tensors, which are compared all at once.
 
-    Args:
-        tensors: The tensors by name; `None` where there is none.
+    Torch does not count what is written through `.data` or `numpy()`. Tensors of which somebody wants to know that too
+    are copied when the program takes their memory (`_torch.DataReads`), or at once if it has it already.
     """
 
-    def __init__(self, tensors: Mapping[int, torch.Tensor | None]) -> None:
-        there = {name: each for name, each in tensors.items() if each is not None}
-        self._names = list(there)
-        self._references = list(map(weakref.ref, there.values()))
-        self._addresses, self._versions = _looked_at(there.values())
+    def __init__(self) -> None:
+        self._names: list[int] = []
+        self._references: list[weakref.ref[torch.Tensor]] = []
+        self._addresses: list[int] = []
+        self._versions: list[int] = []
+        self._values: dict[int, torch.Tensor] = {}
+        self._followed: Set[int] = frozenset()
+
+    def note(
+        self, tensors: Mapping[int, torch.Tensor], uncounted: Set[int] = frozenset(), home: Set[int] = frozenset()
+    ) -> None:
+        """Takes tensors by name as they are now.
+
+        Args:
+            tensors: All of them.
+            uncounted: Those of which writes are to be found that torch does not count.
+            home: Those in whose storage the library has one more tensor.
+        """
+        self._names = list(tensors)
+        self._references = list(map(weakref.ref, tensors.values()))
+        self._addresses, self._versions = _looked_at(tensors.values())
+        held = {name: tensors[name] for name in uncounted if _is_held(tensors[name], int(name in home))}
+        self._values = {name: _copied(_values(each), self._values.get(name)) for name, each in held.items()}
+        if uncounted or self._followed:
+            self._followed = uncounted - held.keys()
+            _torch.data_reads.follow_memory(self, [tensors[name] for name in self._followed])
+
+    def close(self) -> None:
+        """Ends it."""
+        _torch.data_reads.follow_memory_no_more(self)
 
     def differing(self, tensors: Mapping[int, torch.Tensor | None]) -> Iterable[int]:
         """The names of those that are not as they were."""
         there = {name: each for name, each in tensors.items() if each is not None}
+        written = {name for name, before in self._values.items() if name in there and not _is(there[name], before)}
+        followed = {name: there[name] for name in self._followed if name in there}
+        written |= {name for name, each in followed.items() if _torch.data_reads.has_written(each)}
         if (
             list(there) == self._names
             and all(map(operator.is_, there.values(), map(call, self._references)))
             and _looked_at(there.values()) == (self._addresses, self._versions)
         ):
-            return ()
+            return written
         each = zip(self._references, self._addresses, self._versions, strict=True)
         marks: dict[int, Any] = dict(zip(self._names, each, strict=True))
-        return [name for name, tensor in tensors.items() if not is_as_marked(tensor, marks.get(name, ()))]
+        return {name for name, tensor in tensors.items() if not is_as_marked(tensor, marks.get(name, ()))} | written
+
+
+def addresses(tensors: Collection[torch.Tensor]) -> Iterable[int]:
+    """Where tensors lie; of those that have no one place in memory, what they are."""
+    have_memory = set(map(_layout, tensors)) <= {torch.strided}
+    return map(torch.Tensor.data_ptr if have_memory else _address, tensors)
 
 
 def _looked_at(tensors: Collection[torch.Tensor]) -> tuple[list[int], list[int]]:
-    have_memory = set(map(_layout, tensors)) <= {torch.strided}
-    addresses = map(torch.Tensor.data_ptr if have_memory else _address, tensors)
-    return list(addresses), list(map(_torch.version_of, tensors))
+    return list(addresses(tensors)), list(map(_torch.version_of, tensors))
 
 
 _layout = operator.attrgetter("layout")
@@ -62,3 +94,30 @@ _layout = operator.attrgetter("layout")
 
 def _address(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def _is_held(tensor: torch.Tensor, num_more: int) -> bool:
+    """Whether anything else lies in the memory of the host that a tensor has; of a sparse one, that is not known."""
+    if not tensor.is_cpu:
+        return False
+    return tensor.layout is not torch.strided or _torch.num_storage_users(tensor) > _torch.NUM_OWN_USERS + num_more
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.layout is torch.strided else _torch.sparse_values(tensor.detach())
+
+
+def _copied(values: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+    """A copy, in memory of an earlier one if it has the same form."""
+    if before is None or before.is_inference() or _form(before) != _form(values):
+        return values.clone()
+    return before.copy_(values)
+
+
+def _form(tensor: torch.Tensor) -> Any:
+    return tensor.dtype, tensor.size(), tensor.stride()
+
+
+def _is(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether the values of a tensor have the same bits as a copy."""
+    return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (_values(tensor), before)))

@@ -4,8 +4,8 @@ Owns what keeps the copies equal: gradients are summed in buckets (`buckets`), o
 in every replica, buffers are averaged after each run, and what the controller writes to between
 runs is sent to the others by value.
 
-A write between runs is found by the version counter of a parameter. Torch does not count writes
-through `.data`: a parameter is sent after each time that was taken, and as long as somebody has kept it.
+A write between runs is found by the version counter of a parameter. Torch does not count writes through
+`.data` and `numpy()`: after these were taken, and as long as somebody has kept them, values are compared.
 Which buffers were written to `BufferChanges` finds; on accelerators the host waits for none of them.
 Whether copies of parameters have drifted apart (`drift`) is asked now and then, there where the host waits anyway.
 """
@@ -175,7 +175,7 @@ class PrivateCopies(Copies):
 
     def note_state(self) -> None:
         self._marks = {name: mark(parameter) for name, parameter in self.ledger.parameters()}
-        _torch.data_reads.are_known(parameter for _, parameter in self.ledger.parameters())
+        _torch.data_reads.follow_memory(self, self.parameters())
         self.ledger.note_gradients()
 
     def forget_state(self) -> None:
@@ -320,7 +320,9 @@ class PrivateCopies(Copies):
                 buffer.copy_(self._changes.before[name])
 
     def close(self) -> None:
+        self.ledger.close()
         if self._runtime.rank == 0:
+            _torch.data_reads.follow_memory_no_more(self)
             _torch.data_reads.unwatch()
         if self._buckets is not None:
             self._buckets.close()

@@ -319,6 +319,7 @@ class SharedCopies(Copies):
 
     def close(self) -> None:
         """Tensors that are still used keep their memory."""
+        self.ledger.close()
 
 
 def _written(stores: Sequence[Store]) -> list[np.ndarray]:

@@ -8,9 +8,7 @@ sends them while the backward pass still runs.
 import functools
 import itertools
 import operator
-import weakref
-from collections.abc import Mapping, Sequence
-from operator import call
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, final
 
 import torch
@@ -18,9 +16,10 @@ import torch
 from stratagem import _torch
 from stratagem.collectives.exchange import StartSum, WindowExchange
 from stratagem.errors import StrategyError
-from stratagem.variables.ledger import Summed
+from stratagem.variables.ledger import Summed, Watched
+from stratagem.variables.marks import addresses
 from stratagem.variables.participant import Participant
-from stratagem.variables.store import Placement, Store, laid_out, shaped
+from stratagem.variables.store import Homes, Placement, Store, laid_out
 
 FINITE_FLAG, ALL_FINITE_FLAG, IN_TIME_FLAG, SPARSE_FLAG, ALL_SPARSE_FLAG = 0, 3, 4, 8, 9
 
@@ -38,21 +37,16 @@ class Windows:
         self._start_sum = replica.between.start_sum if replica.between is not None else None
         self._early = _EarlyWindows(self._start_sum if replica.recipe.size == 1 else None)
         self._rows: list[_Row] = []
-        self._views: dict[int, torch.Tensor] = {}  # of the sums, by the name of a parameter
-        self._given: list[weakref.ref[torch.Tensor]] = []
+        self._watched: Set[int] = frozenset()  # gradients in the memory of the sums that nobody had written to
         self._is_spoiled = False
 
     def add(self, store: Store, exchange: WindowExchange) -> None:
         """Takes the parameters of a store."""
-        row = _Row(store, exchange)
-        self._rows.append(row)
-        self._views |= {each.name: shaped(exchange.sum, each) for each in store.placements}
+        self._rows.append(_Row(store, exchange))
 
     def drop(self, store: Store) -> None:
         """Lets go of the parameters of a store."""
         self._rows = [each for each in self._rows if each.store is not store]
-        for placement in store.placements:
-            self._views.pop(placement.name, None)
 
     def has(self, store: Store) -> bool:
         """Whether the gradients of a store are summed."""
@@ -68,15 +62,9 @@ class Windows:
                 "an earlier backward pass failed halfway, when its gradients were on their way to other machines; let "
                 "its error end the run"
             )
-        self._give_up_memory()
+        for row in self._rows:
+            row.leave_to_users()
         self._early.begin(self._rows[:1] if syncing and counts else [])
-
-    def _give_up_memory(self) -> None:
-        """Gives gradients memory of their own that somebody still has: that of the sums is about to be written over."""
-        for gradient in [each for each in map(call, self._given) if each is not None]:
-            if any(gradient.data_ptr() in row.range for row in self._rows):
-                gradient.data = gradient.clone()
-        self._given = []
 
     def abandon(self) -> None:
         self._early.end()
@@ -109,12 +97,22 @@ class Windows:
     def totals(self, names: Sequence[int]) -> list[torch.Tensor]:
         # New tensors each time, since gradients belong to one step; no views to autograd: the program may call
         # `detach_()`, and what it writes to one changes no other's version.
-        totals = list(map(_data, map(self._views.__getitem__, names)))
-        self._given += map(weakref.ref, totals)
-        return totals
+        views: dict[int, torch.Tensor] = {}
+        for row in self._rows:
+            views |= row.views
+        return list(map(_torch.data_of, map(views.__getitem__, names)))
 
     def end(self) -> None:
         """The sums stay where they are until the next pass."""
+
+    def watch(self, gradients: Mapping[int, torch.Tensor]) -> Watched:
+        where = dict(zip(gradients, addresses(gradients.values()), strict=True)).items()
+        home = {name for row in self._rows for name, _ in where & row.addresses.items()}
+        self._watched = home.difference(*(row.written() for row in self._rows))
+        return Watched(self._watched, home)
+
+    def written(self) -> Set[int]:
+        return {name for row in self._rows for name in row.changed() if name in self._watched}
 
     def _sum_between_machines(
         self,
@@ -165,8 +163,41 @@ class _Row:
         placements = list(enumerate(store.placements))
         self._names = [placement.name for _, placement in placements]
         self._large = [(number, placement) for number, placement in placements if not exchange.is_small(number)]
-        start = exchange.sum.data_ptr()
-        self.range = range(start, start + exchange.sum.nbytes)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Prepares the tensors that gradients are made of, each with a storage of its own."""
+        homes = Homes(self.exchange.sum, self.store.placements)
+        self.views = {name: homes.make(number) for number, name in enumerate(self._names)}
+        self.addresses = {name: each.data_ptr() for name, each in self.views.items()}
+        del homes  # which holds the storages too
+        self._users = _torch.StorageUsers(self.views.values())
+
+    def leave_to_users(self) -> None:
+        """Leaves its memory to whatever still has it, which is about to be written over.
+
+        A gradient that has it alone gets memory of its own. What the program has made of one (`detach()`, `numpy()`)
+        keeps its memory, with that gradient if it still exists: the sums lie elsewhere from then on.
+        """
+        tensors, kept = self.store.tensors, []
+        for number, num_users in self._users.more():
+            gradient: Any = None if (parameter := tensors[number]) is None else parameter.grad
+            is_here = gradient is not None and self.addresses[self._names[number]] in addresses([gradient])
+            if is_here and num_users == 1:
+                _torch.set_data(gradient, gradient.clone())
+            else:
+                kept.append(number)
+        if kept:
+            self.exchange.leave(kept)
+            self._lay_out()
+
+    def written(self) -> set[int]:
+        """The names of gradients that lie in pages that this replica has written to."""
+        return {self._names[number] for number in self.exchange.in_pages(self.exchange.written_pages())}
+
+    def changed(self) -> list[int]:
+        """The names of gradients that were written to, in whatever way."""
+        return [self._names[number] for number in self.exchange.changed()]
 
     def flat(self, gradients: Mapping[int, torch.Tensor]) -> list[torch.Tensor | None]:
         """This replica's own gradients: large ones flat, in the order of their parameter's memory."""
@@ -235,4 +266,3 @@ def _flat(gradient: torch.Tensor | None, placement: Placement) -> torch.Tensor |
 
 
 _is_sparse = operator.attrgetter("is_sparse")
-_data = operator.attrgetter("data")
