@@ -85,6 +85,32 @@ def test_optimizer_equals_one_device_with_uneven_batches(strategy: sg.Strategy, 
     assert_equal_to_one_device(strategy, build, tolerance=2e-5)
 
 
+class Compilable(nn.Module):
+    """A module of the program's own, which `compile()` compiles: of one of torch's it compiles nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.net(inputs)
+        return output
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler uses what torch warns of
+def test_compiled_step_equals_one_device_with_uneven_batches(strategy: sg.Strategy) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        model = Compilable()
+        step = plain_step(model, OPTIMIZERS["sgd"](model.parameters()))
+        if next(is_plain):
+            return model, step
+        model.compile(backend="eager")
+        return model, torch.compile(step, backend="eager")
+
+    is_plain = iter([True, False])
+    assert_equal_to_one_device(strategy, build, tolerance=2e-5)
+
+
 def build_eventful() -> tuple[Any, Callable[..., tuple[torch.Tensor, float]], sg.metrics.Mean]:
     """A step with all that replicas keep from step to step, and that they must do alike."""
     torch.manual_seed(1)

@@ -497,25 +497,3 @@ def test_gradient_scaler_made_in_the_scope(strategy: sg.MirroredStrategy) -> Non
     assert results(strategy, step, torch.ones(2, 3)) == [16.0, 16.0]
     assert results(strategy, step, torch.ones(2, 3)) == [32.0, 32.0]
     assert scaler.get_scale() == 32.0
-
-
-def test_compiled_functions_are_refused_and_say_what_to_compile(strategy: sg.MirroredStrategy) -> None:
-    model, optimizer, step = make_parts(strategy)
-    update = torch.compile(optimizer.step, backend="eager")
-
-    def step_with_compiled_update(x: torch.Tensor) -> None:
-        model(x).mean().backward()
-        update()
-
-    match = r"the function step.*which torch\.compile made.*`model = torch\.compile\(model\)` inside the scope"
-    for refused in (torch.compile(step, backend="eager"), step_with_compiled_update):
-        with pytest.raises(sg.errors.StrategyError, match=match):
-            results(strategy, refused, torch.ones(2, 3))
-
-
-def test_compiled_model_made_in_the_scope(strategy: sg.MirroredStrategy) -> None:
-    _, _, plain_step = make_parts(sg.OneDeviceStrategy())
-    _, _, step = make_parts(strategy, lambda model: torch.compile(model, backend="eager"))  # type: ignore[arg-type,return-value]
-    for _ in range(2):
-        expected = plain_step(torch.ones(2, 3)).item()
-        assert [each.item() for each in results(strategy, step, torch.ones(2, 3))] == pytest.approx([expected] * 2)

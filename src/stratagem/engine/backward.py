@@ -37,7 +37,8 @@ def install() -> None:
     @functools.wraps(_original_backward)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         if context.current_runs and context.state.replicas:  # a thread of the program's own is not in the run
-            context.current_runs[-1].backward(_original_backward, tensors, grad_tensors, *args, **kwargs)
+            own = context.current_runs[-1].backward
+            _torch.not_compiled(own, _original_backward, tensors, grad_tensors, *args, **kwargs)
         elif _home.thread == threading.get_ident() and (context.open_runtimes or pending_parameters()):
             _backward_outside(tensors, grad_tensors, *args, **kwargs)
         else:

@@ -203,6 +203,10 @@ class Distribution:
         """
         name = self.registry.reference(obj)
         if name is None and isinstance(obj, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
+            if _torch.is_compiled_module(obj) and not any(_torch.hooks_in(vars(obj))):
+                if (inside := _torch.uncompiled(obj)) in self.registry:
+                    return None  # it is made again around the one that replicas have
+                obj = inside
             self._refuse(obj, given)
         return name
 
@@ -310,6 +314,7 @@ class Distribution:
                 self._check_optimizer(obj, new)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, new: set[int]) -> None:
+        _torch.refuse_compiled_step(vars(optimizer).get("step"))
         parameters = parameters_of(optimizer)
         foreign = [each for each in self.registry.without_name(parameters) if id(each) not in new]
         if foreign and not isinstance(foreign[0], torch.nn.Parameter):

@@ -36,7 +36,7 @@ from stratagem.processes.region import Region
 from stratagem.variables import aggregation, buffers
 from stratagem.variables.central_updates import CentralUpdate, refuse_inside_another
 from stratagem.variables.copies import Copies, Written
-from stratagem.variables.optimizer_slices import StateElsewhere, parameters_of, unwrap_zero_grad
+from stratagem.variables.optimizer_slices import StateElsewhere, parameters_of, put_step, unwrap_zero_grad
 from stratagem.variables.private import PrivateCopies
 from stratagem.variables.shared import SharedCopies
 from stratagem.variables.slices import SplitUpdate
@@ -222,8 +222,7 @@ class Replica:
                     return whole(own)
                 return None
 
-        _torch.mark_wrapped(step)
-        optimizer.step = step  # type: ignore[method-assign]
+        put_step(optimizer, step)
         if self.rank:
             unwrap_zero_grad(optimizer)
 
@@ -365,6 +364,7 @@ class Replica:
         """
         self.run_number, self.num_alone, self._num_skipped = call.number, call.num_alone, call.num_skipped
         self._num_steps = 0
+        _torch.keep_out_of_compiled_code()
         self.signals.enter(call.number)
         context.state.replicas.append(ReplicaContext(self.global_rank, self.collective, self.strategy, replica=self))
         context.current_runs.append(self)

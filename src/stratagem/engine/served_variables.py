@@ -24,7 +24,7 @@ from stratagem.parameters.network.shard_states import StateOfAll
 from stratagem.parameters.partitioning import Partitioner, make_plan
 from stratagem.parameters.protocol import Plain, PushOutcome, Variable, Verdict, describe_optimizer, plain_options
 from stratagem.parameters.shard import OPTIMIZERS
-from stratagem.variables.optimizer_slices import parameters_of, step_with_hooks
+from stratagem.variables.optimizer_slices import parameters_of, put_step, step_with_hooks
 
 
 @final
@@ -102,6 +102,7 @@ class ServedVariables:
         if has_replicas:
             self._require_fit_for_replicas()
         for each in self._optimizers:
+            _torch.refuse_compiled_step(vars(each).get("step"))
             _require_torchs(each)
         specs = [describe_optimizer(each, self._names) for each in self._optimizers]
         specs += [keras.described(each, self._names) for each in self._keras]
@@ -227,8 +228,7 @@ class ServedVariables:
             _torch.mark_stepped(own)
             return step_with_hooks(own, functools.partial(self._push_gradients, number, own), closure)
 
-        _torch.mark_wrapped(step)
-        optimizer.step = step  # type: ignore[method-assign]
+        put_step(optimizer, step)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Pushes the gradients of several replicas of this task, which have been summed, and fetches new values."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import torch
 
-from stratagem import _tree
+from stratagem import _torch, _tree
 from stratagem.objects import kinds
 from stratagem.objects.comparing import FIXED, VALUES, Token
 from stratagem.objects.kind import Kind
@@ -484,7 +484,7 @@ class _Preparation:
             self._todo.append(type(value))
         if isinstance(value, type):
             self._todo += value.__bases__
-        if isinstance(value, types.FunctionType):
+        if isinstance(value, types.FunctionType) and not _torch.is_compiled(value):
             if not kinds.are_of_library(value.__globals__):
                 self._use(value.__globals__, global_names(value.__code__))
             for place, cell in enumerate(value.__closure__ or ()):

@@ -121,6 +121,20 @@ class _Function(Kind):
 
 
 @final
+class _Compiled(Kind):
+    """A function that `torch.compile` made: always of the same function, which can change."""
+
+    def read(self, obj: Any) -> Mapping[Any, Any]:
+        return {CONTENT: _torch.uncompiled(obj)}
+
+    def identities(self, obj: Any) -> tuple[int, ...] | None:
+        return (id(_torch.uncompiled(obj)),)
+
+    def used(self, obj: Any) -> Iterable[Any]:
+        return (_torch.uncompiled(obj),)
+
+
+@final
 class _Cell(Kind):
     def read(self, obj: Any) -> Mapping[Any, Any]:
         return {CONTENT: obj.cell_contents} if is_filled(obj) else {}
@@ -399,7 +413,7 @@ _OF_EVERY_OPTIMIZER = frozenset(
 _ATTRIBUTES, _TENSOR, _ARRAY, _CLASS, _MODULE, _OPTIMIZER, _OTHERS = (
     *(_Attributes(), _Tensor(), _Array(), _Class(), Module(), _Optimizer(), _OthersModule()),
 )
-_ITEMS, _SEQUENCE = _Items(), _Sequence()
+_ITEMS, _SEQUENCE, _COMPILED = _Items(), _Sequence(), _Compiled()
 
 _BY_TYPE: dict[type, Kind] = {
     dict: _ITEMS,
@@ -421,7 +435,7 @@ def kind_of(obj: Any) -> Kind | None:
     """The kind of an object that can change; `None` if it can only be sent inside the one that holds it."""
     found = _BY_TYPE.get(type(obj))
     if found is not None:
-        return found
+        return _COMPILED if _torch.is_compiled(obj) else found
     if isinstance(obj, torch.Tensor):
         return _TENSOR if _is_ordinary(obj) else None
     if type(obj) is np.ndarray:

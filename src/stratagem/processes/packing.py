@@ -138,15 +138,8 @@ def survives(error: BaseException) -> bool:
         return False
 
 
-def _refuse_compiled(obj: Any) -> Any:
-    """Refuses what `torch.compile` made: torch 2.12 would send it, and then compile what is around the step."""
-    if _torch.is_compiled(obj):
-        raise pickle.PicklingError("torch.compile made it")
-    return NotImplemented
-
-
 # How objects of other libraries travel: given an object, what pickle's `__reduce__` returns, or `NotImplemented`.
-reducers: list[Callable[[Any], Any]] = [_refuse_compiled, _torch.reduce_parametrized]
+reducers: list[Callable[[Any], Any]] = [_torch.reduce_compiled, _torch.reduce_parametrized]
 
 _NEVER_NAMED = frozenset({int, float, bool, str, bytes, type(None), tuple})
 
@@ -455,12 +448,6 @@ def refusal(whom: str, value: Any, reference: Callable[[Any], Any], error: Excep
     """
     part, where = find_unsendable(value, lambda each: can_be_packed(each, reference))
     place = f" ({where})" if where else ""
-    if _torch.is_compiled(part):
-        return StrategyError(
-            f"the function {part.__name__}{place}, which torch.compile made, cannot be sent to {whom}: its code "
-            f"belongs to this process. Steps and updates of optimizers are not compiled: give the plain function, and "
-            f"compile the model, `model = torch.compile(model)` inside the scope"
-        )
     return StrategyError(f"a {type(part).__name__} cannot be sent to {whom}{place}: {error}. {instead}")
 
 
@@ -491,8 +478,8 @@ def _innermost(
 
 def _places(value: Any) -> Iterator[tuple[Any, str]]:
     if _torch.is_compiled(value):
-        return  # what it is made of is torch's
-    if isinstance(value, tuple | list | set | frozenset):
+        yield _torch.uncompiled(value), ""
+    elif isinstance(value, tuple | list | set | frozenset):
         yield from ((each, "") for each in value)
     elif isinstance(value, dict):
         yield from ((key, "a key of a dict") for key in value)

@@ -160,11 +160,21 @@ def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     return _torch.step_of_adagrad(bare) if issubclass(kind, torch.optim.Adagrad) else bare
 
 
+def put_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
+    """Puts another step in the place of an optimizer's; where compiled code comes to it, it runs by itself."""
+
+    def uncompiled(closure: Any = None) -> Any:
+        return _torch.not_compiled(step, closure)
+
+    _torch.mark_wrapped(uncompiled)
+    optimizer.step = uncompiled  # type: ignore[method-assign]
+
+
 def unwrap_zero_grad(optimizer: torch.optim.Optimizer) -> None:
     """Lets an optimizer drop gradients without torch's wrapper, which imports its compiler."""
     if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
-        bare = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-        optimizer.zero_grad = functools.partial(bare, weakref.proxy(optimizer))  # type: ignore[method-assign]
+        bare = functools.partial(inspect.unwrap(torch.optim.Optimizer.zero_grad), weakref.proxy(optimizer))
+        optimizer.zero_grad = functools.partial(_torch.not_compiled, bare)  # type: ignore[method-assign]
 
 
 def step_with_hooks(optimizer: torch.optim.Optimizer, update: Callable[[], None], closure: Any = None) -> Any:

@@ -20,7 +20,7 @@ from stratagem.parameters.local.gradient_slots import GradientSlots
 from stratagem.parameters.local.shared_variables import Held, LocalVariables, SharedMemoryOfShards
 from stratagem.parameters.local.slot_memory import StateMemory, layout_of, make_memory
 from stratagem.processes.registry import Registry
-from stratagem.variables.optimizer_slices import StateElsewhere, parameters_of
+from stratagem.variables.optimizer_slices import StateElsewhere, parameters_of, put_step
 from stratagem.variables.slices import SplitUpdate
 
 _OVERRIDDEN = ("step", "state_dict", "load_state_dict")
@@ -269,11 +269,10 @@ class MainProgram:
             )
 
         # Schedulers look for these, and warn if nobody has stepped; workers are about to.
-        _torch.mark_wrapped(step)
         _torch.mark_stepped(optimizer)
         optimizer.state_dict = gather  # type: ignore[method-assign]
         optimizer.load_state_dict = load  # type: ignore[method-assign,assignment]
-        optimizer.step = step  # type: ignore[method-assign]
+        put_step(optimizer, step)
 
     def bring_home(self, name: int, optimizer: torch.optim.Optimizer) -> None:
         """Gives the program's optimizer a copy of its state; nobody changes that meanwhile."""

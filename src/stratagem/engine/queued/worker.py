@@ -33,7 +33,13 @@ from stratagem.placement.records import PlacementRecord
 from stratagem.processes.allocator import give_back
 from stratagem.processes.child import this_child
 from stratagem.variables import aggregation, buffers
-from stratagem.variables.optimizer_slices import StateElsewhere, parameters_of, step_with_hooks, unwrap_zero_grad
+from stratagem.variables.optimizer_slices import (
+    StateElsewhere,
+    parameters_of,
+    put_step,
+    step_with_hooks,
+    unwrap_zero_grad,
+)
 
 _FRESH_S = 1e-3  # for so long after a pull another one would bring next to nothing
 _NUM_EARLY_STEPS = 2
@@ -186,8 +192,7 @@ class WorkerRuntime:
         update = SharedUpdate(optimizer, memory, self.variables, self.worker, rate_of)
         self.updates[name] = update
         push = functools.partial(self._step_of, weakref.ref(optimizer), update, slots)
-        _torch.mark_wrapped(push)
-        optimizer.step = push
+        put_step(optimizer, push)
         optimizer.state = StateElsewhere(_STATE_WORDS, writes=False)
         optimizer.load_state_dict = optimizer.state.refuse
         unwrap_zero_grad(optimizer)
