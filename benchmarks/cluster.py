@@ -9,13 +9,15 @@ from rich.console import Console
 
 from benchmarks.models import WORKLOADS
 from benchmarks.tables import Target
-from benchmarks.training import SINGLE, Program, Results, pss_mb, run_and_report, speed
+from benchmarks.training import SINGLE, Program, Results, loopback_mb, pss_mb, run_and_report, speed
 
 # Examples per second of 2 workers over those of DDP with as many replicas, by model and number of replicas.
 _AGAINST_DDP = {
     **{(model, 2): 1.0 for model in WORKLOADS},
     **{("mlp", 4): 1.3, ("wide", 4): 1.3},
 }
+_MEMORY_AGAINST_DDP = {("wide", 2): 1.0}
+_WITH_BF16 = ("wide",)
 _CENTRAL_AGAINST_MIRRORED = 0.9
 _NUM_CENTRAL = 4
 
@@ -37,6 +39,19 @@ class ClusterResults(Results):
                 yield Target(
                     what, self.ratio(model, programs, speed), bound, False, self.spread(model, programs, speed)
                 )
+                what = f"2 workers of {size // 2}: memory (PSS) of DDP, {model}, {size} replicas"
+                bound = _MEMORY_AGAINST_DDP.get((model, size))
+                yield Target(
+                    what, self.ratio(model, programs, pss_mb), bound, True, self.spread(model, programs, pss_mb)
+                )
+        for model in _WITH_BF16 if 2 in self.sizes else ():
+            programs = Program("workers_bf16", 2), Program("workers", 2)
+            for what, of in (("examples/s", speed), ("bytes", loopback_mb)):
+                if model in self.plan:
+                    ratio, spread = self.ratio(model, programs, of), self.spread(model, programs, of)
+                    yield Target(
+                        f"gradients as bf16: {what} of float32, {model}, 2 workers", ratio, None, False, spread
+                    )
         for model in self.plan:
             programs = Program("central", _NUM_CENTRAL), Program("stratagem", _NUM_CENTRAL)
             for what, of, bound in (("examples/s", speed, _CENTRAL_AGAINST_MIRRORED), ("memory (PSS)", pss_mb, None)):
@@ -48,7 +63,8 @@ def make_plan(models: Sequence[str], sizes: Sequence[int]) -> dict[str, list[Pro
     """What to run for each model."""
     pairs = [Program(contender, size) for size in sizes for contender in ("ddp", "workers")]
     kept = [Program(contender, _NUM_CENTRAL) for contender in ("stratagem", "central")]
-    return {model: [SINGLE, *pairs, *kept] for model in models}
+    narrow = [Program("workers_bf16", 2)] if 2 in sizes else []
+    return {model: [SINGLE, *pairs, *(narrow if model in _WITH_BF16 else ()), *kept] for model in models}
 
 
 def main() -> None:

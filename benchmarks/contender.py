@@ -5,6 +5,7 @@ and one step is one global batch.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.models import EMPTY, WORKLOADS, Workload
-from benchmarks.processes import descendants, processor_s, pss_mb
+from benchmarks.processes import descendants, loopback_bytes, processor_s, pss_mb
 
 NUM_WARM_UP = 3
 PREFIX = "FIGURES "
@@ -53,13 +54,14 @@ def measure(step: Callable[[], float], num_steps: int, warm: Callable[[], object
     clocks = _clocks()
     parts = None if clocks is None else clocks.taken()
     seconds, pids = [], [os.getpid(), *descendants(os.getpid())]
-    used_s = processor_s(pids)
+    used_s, sent = processor_s(pids), loopback_bytes()
     for _ in range(num_steps):
         start = time.perf_counter()
         loss = step()
         seconds.append(time.perf_counter() - start)
     figures = {"seconds": seconds, "loss": loss, "first_step_s": first_step_s}
     figures["processor_s"] = (processor_s(pids) - used_s) / num_steps  # of this process and those that it drives
+    figures["loopback_mb"] = (loopback_bytes() - sent) / 1e6 / num_steps  # of all processes of this machine
     if parts is not None:
         figures["parts_s"] = {part: value / num_steps for part, value in parts.seconds.items()}
     return figures
@@ -152,11 +154,11 @@ def central(workload: Workload, size: int) -> Figures:
         return measure(_distributed_step(strategy, workload), workload.num_steps) | memory(os.getpid())
 
 
-def workers(workload: Workload, _: int) -> Figures:
+def workers(workload: Workload, _: int, exchange_dtype: str | None = None) -> Figures:
     """MultiWorkerMirroredStrategy, in each of the workers that `stratagem run` has started."""
     import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
 
-    with sg.MultiWorkerMirroredStrategy() as strategy:
+    with sg.MultiWorkerMirroredStrategy(exchange_dtype=exchange_dtype) as strategy:
         figures = measure(_distributed_step(strategy, workload), workload.num_steps)
         if strategy.is_chief:
             figures |= memory(os.getppid())  # the launcher
@@ -301,6 +303,7 @@ CONTENDERS: dict[str, Callable[[Workload, int], Figures]] = {
     "parameter_server": parameter_server,
     "central": central,
     "workers": workers,
+    "workers_bf16": functools.partial(workers, exchange_dtype="bf16"),
     "local_sgd": local_sgd,
     "hogwild": hogwild,
 }

@@ -57,7 +57,7 @@ class Program:
         launcher = []
         if self.contender == "ddp":
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_replicas}"]
-        if self.contender in ("workers", "local_sgd"):
+        if self.contender in ("workers", "workers_bf16", "local_sgd"):
             devices = f"cpu:{self.num_replicas // NUM_WORKERS}"
             launcher = ["-m", "stratagem", "run", "--workers", str(NUM_WORKERS), "--devices", devices]
         replicas = ["--replicas", str(self.num_replicas)]
@@ -243,6 +243,11 @@ def first_step_s(figures: Figures) -> float:
 def pss_mb(figures: Figures) -> float:
     """The memory of all processes."""
     return float(figures["pss_mb"])
+
+
+def loopback_mb(figures: Figures) -> float:
+    """What all processes of this machine sent to each other in a step."""
+    return float(figures["loopback_mb"])
 
 
 def _batch_size(model: str) -> int:

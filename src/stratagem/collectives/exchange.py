@@ -71,6 +71,7 @@ class WindowExchange:
         num_elements: The length of the vector.
         signals: The meeting point.
         window_bytes: How much of the vector is exchanged at a time.
+        shown_as: The type as which elements are shown to others; by default their own. Sums are made in their own.
         further: Whether the sum goes on to other machines, so that what nobody here has counts as zero.
         forms: How segments look, if small ones are given as they are and not flat.
         small: Up to how many elements a segment is shown whole, and summed together with its neighbours.
@@ -86,6 +87,7 @@ class WindowExchange:
         signals: Signals,
         window_bytes: int | None = None,
         *,
+        shown_as: torch.dtype | None = None,
         further: bool = False,
         forms: Sequence[Form] | None = None,
         small: int = _SMALL,
@@ -104,10 +106,13 @@ class WindowExchange:
         window_bytes = window_bytes or (_FURTHER_WINDOW_BYTES if further else _WINDOW_BYTES)
         width = _window(num_elements, dtype, window_bytes)
         count = _NUM_BUFFERS * size * width
-        self._slots = slots.shared(dtype, 0, count).view(_NUM_BUFFERS, size, width)
+        self._shown_as = shown_as or dtype
+        self._slots = slots.shared(self._shown_as, 0, count).view(_NUM_BUFFERS, size, width)
         num_rows = size + 1  # the last is for what anybody has, on any machine
         presence = (
-            slots.shared(torch.uint8, count * dtype.itemsize, num_rows * len(segments)).view(num_rows, -1).numpy()
+            slots.shared(torch.uint8, count * self._shown_as.itemsize, num_rows * len(segments))
+            .view(num_rows, -1)
+            .numpy()
         )
         self._presence, self._anywhere = presence[:size], presence[size]
         self._sum = total.shared(dtype, 0, num_elements)
@@ -306,7 +311,7 @@ class WindowExchange:
             if not self._presence[rank, segment]:
                 continue
             if rank == self._signals.rank and vector is not None and not self.is_small(segment):
-                parts.append(vector[first - offset : last - offset])
+                parts.append(vector[first - offset : last - offset].to(self._shown_as))  # rounded like the others'
             else:
                 parts.append(slots[rank, first - start : last - start])
         if parts:
@@ -340,7 +345,7 @@ def _add(parts: Sequence[torch.Tensor], target: torch.Tensor) -> bool:
         first, *others = (part[start : start + _BLOCK] for part in parts)
         if not others:
             block.copy_(first)
-        elif block.dtype in _LOW_PRECISION:
+        elif first.dtype in _LOW_PRECISION:
             wide = first.float()
             for other in others:
                 wide.add_(other)

@@ -93,17 +93,21 @@ class Mesh(Collective):
         """
         return self._in_turn(lambda attend: self._exchange(what, data, attend))
 
-    def start_sum(self, row: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def start_sum(self, row: torch.Tensor, dtype: torch.dtype | None = None) -> Callable[[], torch.Tensor]:
         """Begins to sum a flat tensor of the CPU over the replicas, in place, and returns at once.
 
         Several may be under way; all replicas start them in the same order.
 
+        Args:
+            row: The tensor.
+            dtype: The type as which it travels, and to which the sum is rounded, in every replica; by default its own.
+
         Returns:
             Waits, and gives the tensor, which until then must be neither read nor written.
         """
-        call = describe_call("start_sum", row)
+        call = describe_call("start_sum" if dtype in (None, row.dtype) else f"start_sum as {dtype}", row)
         self._check_open()
-        self._last = future = self._thread.submit(self._whole, partial(self._reduce, call, row, "sum"), _nobody)
+        self._last = future = self._thread.submit(self._whole, partial(self._sum_as, call, row, dtype), _nobody)
 
         def wait_for_sum() -> torch.Tensor:
             wait_in_slices(partial(is_over, future), self._attend)
@@ -224,6 +228,12 @@ class Mesh(Collective):
         self._take({other: _bytes(targets[other].view(-1)) for other in self._others}, sizes, attend)
         self._sockets.flush(attend)
         return targets
+
+    def _sum_as(self, call: str, row: torch.Tensor, dtype: torch.dtype | None, attend: Attend) -> None:
+        carrier = row if dtype is None else row.to(dtype)
+        self._reduce(call, carrier, "sum", attend)
+        if carrier is not row:
+            row.copy_(carrier)
 
     def _reduce(self, call: str, row: torch.Tensor, op: str, attend: Attend) -> None:
         """Makes a row the reduction over all replicas."""

@@ -9,7 +9,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import call
 from typing import Any, final
 
@@ -35,12 +35,16 @@ class Windows:
 
     def __init__(self, replica: Participant) -> None:
         self._replica = replica
-        self._start_sum = replica.between.start_sum if replica.between is not None else None
+        self._start_sum = self._sum_between if replica.between is not None else None
         self._early = _EarlyWindows(self._start_sum if replica.recipe.size == 1 else None)
         self._rows: list[_Row] = []
         self._views: dict[int, torch.Tensor] = {}  # of the sums, by the name of a parameter
         self._given: list[weakref.ref[torch.Tensor]] = []
         self._is_spoiled = False
+
+    def _sum_between(self, row: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins to sum a flat tensor over the machines, in place; the result waits."""
+        return self._replica.between.start_sum(row, self._replica.recipe.travels_as(row.dtype))  # type: ignore[union-attr]
 
     def add(self, store: Store, exchange: WindowExchange) -> None:
         """Takes the parameters of a store."""
@@ -136,7 +140,7 @@ class Windows:
         if between is not None:
             # How many machines were late, have sparse ones, and have each gradient: travels beside the last windows.
             counts = torch.tensor([late, any_sparse, *(each for there in present for each in there)], dtype=torch.int32)
-            wait_for_counts = between.start_sum(counts)
+            wait_for_counts = self._sum_between(counts)
             # A sum over all machines that is finite on one is so on all: what is not, no other number mends.
             finite = [row.exchange.finish() for row in self._rows]
             num_late, num_sparse, *anywhere = wait_for_counts().tolist()
