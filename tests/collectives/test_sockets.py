@@ -222,7 +222,8 @@ def test_sums_under_way_and_words_between_them_keep_their_order(numel: int, dtyp
         rows = [torch.randint(-9, 9, (numel,), generator=generator).to(dtype) for _ in range(3)]
         waits = [mesh.start_sum(row) for row in rows]
         told = mesh.exchange("tell", bytes([mesh.rank]) * (mesh.rank + 1))
-        return [wait() for wait in waits], told
+        assert [wait() for wait in waits] == [True] * 3  # they are finite
+        return rows, told
 
     everyone = meshes(3)
     try:
@@ -253,7 +254,9 @@ def test_sums_that_travel_as_bf16_take_half_the_bytes_and_are_equal_everywhere(
         return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
 
     def work(mesh: Mesh, dtype: torch.dtype | None) -> torch.Tensor:
-        return mesh.start_sum(row(mesh.rank), dtype)()
+        own = row(mesh.rank)
+        assert mesh.start_sum(own, dtype)()
+        return own
 
     def summed(dtype: torch.dtype | None) -> tuple[list[torch.Tensor], int]:
         num_bytes.clear()

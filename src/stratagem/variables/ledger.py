@@ -52,6 +52,12 @@ class Transport(Protocol):
             counts: Whether what this replica computes in it counts.
         """
 
+    def taken(self) -> Mapping[int, torch.Tensor]:
+        """Gradients of the pass that it has taken from their parameters, by name.
+
+        For one that is on its way already something stands in that takes no memory; it is finite if the gradient was.
+        """
+
     def sum(self, gradients: Mapping[int, torch.Tensor]) -> Summed:
         """Sums this replica's own gradients, by name, with those of the others; every replica must come here."""
 
@@ -269,6 +275,7 @@ class Ledger:
         """Gives every replica the sums, with the gradients that were there before."""
         own = dict(self.parameters())
         gradients = {name: gradient for name, gradient in self._gradients().items() if gradient is not None}
+        gradients |= transport.taken()
         present, all_finite, any_sparse = transport.sum(gradients)
         if self._replica.recipe.unused == "error":
             self._refuse_unused(gradients)
