@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from benchmarks.models import WORKLOADS
 from benchmarks.tables import Target
-from benchmarks.training import Contest, Program, Results, parse, pss_mb, ratio, run_and_report, speed
+from benchmarks.training import Contest, Program, Results, loopback_mb, parse, pss_mb, ratio, run_and_report, speed
 
 # Examples per second of 2 workers over those of DDP with as many replicas, by model and number of replicas.
 _AGAINST_DDP = {
@@ -13,6 +13,7 @@ _AGAINST_DDP = {
     **{("mlp", 4): 1.3, ("wide", 4): 1.3},
 }
 _MEMORY_AGAINST_DDP = 1.0
+_WITH_BF16 = ("wide",)
 _CENTRAL_AGAINST_MIRRORED = 0.9
 _NUM_CENTRAL = 4
 
@@ -25,8 +26,12 @@ class ClusterResults(Results):
     def contests(self) -> Iterator[Contest]:
         for model in self.models:
             for size in self.sizes:
-                yield model, [Program(name, size) for name in ("ddp", "workers")]
+                narrow = ("workers_bf16",) if size == 2 and model in self._models_with_bf16() else ()
+                yield model, [Program(name, size) for name in ("ddp", "workers", *narrow)]
             yield model, [Program(name, _NUM_CENTRAL) for name in ("stratagem", "central")]
+
+    def _models_with_bf16(self) -> list[str]:
+        return [model for model in self.models if model in _WITH_BF16 and 2 in self.sizes]
 
     def programs_alone(self) -> list[tuple[str, Program]]:
         return [("wide", Program(name, 2)) for name in ("ddp", "workers")] if "wide" in self.models else []
@@ -40,6 +45,11 @@ class ClusterResults(Results):
                 programs = Program("workers", size), Program("ddp", size)
                 what = f"2 workers of {size // 2}: examples/s of DDP, {model}, {size} replicas"
                 yield ratio(what, self.steps, model, programs, speed, _AGAINST_DDP.get((model, size)))
+        for model in self._models_with_bf16():
+            programs = Program("workers_bf16", 2), Program("workers", 2)
+            for what, of in (("examples/s", speed), ("bytes", loopback_mb)):
+                what = f"gradients as bf16: {what} of float32, {model}, 2 workers"
+                yield ratio(what, self.steps, model, programs, of, at_most=of is loopback_mb)
         for model in self.models:
             programs = Program("central", _NUM_CENTRAL), Program("stratagem", _NUM_CENTRAL)
             what = f"central storage: examples/s of mirrored, {model}, {_NUM_CENTRAL} replicas"

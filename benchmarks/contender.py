@@ -5,6 +5,7 @@ and one step is one global batch.
 """
 
 import argparse
+import functools
 import json
 import os
 import time
@@ -15,7 +16,7 @@ import torch
 
 from benchmarks import turns
 from benchmarks.models import EMPTY, WORKLOADS, Workload
-from benchmarks.processes import descendants, processor_s, pss_mb
+from benchmarks.processes import descendants, loopback_bytes, processor_s, pss_mb
 
 NUM_WARM_UP = 3
 PREFIX = "FIGURES "
@@ -66,7 +67,7 @@ def measure(
     pids = [os.getpid(), *descendants(os.getpid())]
     for answer in turns.rounds(leads=leads):
         step()  # whoever has waited for its turn has cold caches
-        seconds, used_s = [], processor_s(pids)
+        seconds, used_s, sent = [], processor_s(pids), loopback_bytes()
         for _ in range(num_steps):
             start = time.perf_counter()
             loss = step()
@@ -77,6 +78,9 @@ def measure(
             "first_step_s": first_step_s,
             "processor_s": used_s / num_steps / steps_in_a_call,
         }
+        figures["loopback_mb"] = (
+            (loopback_bytes() - sent) / 1e6 / num_steps / steps_in_a_call
+        )  # of all processes of this machine
         figures["loss"] = mean(loss)
         if parts is not None:
             figures["parts_s"] = {part: value / (num_steps + 1) for part, value in parts.seconds.items()}
@@ -173,11 +177,11 @@ def central(workload: Workload, size: int) -> Figures:
         return measure(distributed_step(strategy, workload), workload.num_steps) | memory(os.getpid())
 
 
-def workers(workload: Workload, _: int) -> Figures:
+def workers(workload: Workload, _: int, exchange_dtype: str | None = None) -> Figures:
     """MultiWorkerMirroredStrategy, in each of the workers that `stratagem run` has started."""
     import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
 
-    with sg.MultiWorkerMirroredStrategy() as strategy:
+    with sg.MultiWorkerMirroredStrategy(exchange_dtype=exchange_dtype) as strategy:
         figures = measure(distributed_step(strategy, workload), workload.num_steps, leads=strategy.is_chief)
         if strategy.is_chief:
             figures |= memory(os.getppid())  # the launcher
@@ -280,6 +284,7 @@ CONTENDERS: dict[str, Callable[[Workload, int], Figures]] = {
     "parameter_server": parameter_server,
     "central": central,
     "workers": workers,
+    "workers_bf16": functools.partial(workers, exchange_dtype="bf16"),
     "local_sgd": local_sgd,
 }
 

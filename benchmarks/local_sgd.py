@@ -20,18 +20,11 @@ import stratagem as sg
 from benchmarks.contender import SYNC_EVERY
 from benchmarks.measure import RESULTS
 from benchmarks.tables import show
-from benchmarks.training import Measured, Program, measure_contests, median, ratio, speed
+from benchmarks.training import Measured, Program, loopback_mb, measure_contests, median, ratio, speed
 
 PROGRAMS = (Program("workers", 2), Program("local_sgd", 2))
 _WHAT = "steps/s of summed gradients, 2 workers of 1"
 _DIGITS = Path(__file__).parents[1] / "examples" / "data" / "digits.npz"
-
-
-def loopback_bytes() -> int:
-    """What this machine has sent to itself over the network so far."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    fields = next(line.split() for line in lines if line.strip().startswith("lo:"))
-    return int(fields[9])
 
 
 def measure(model: str, num_rounds: int) -> Measured:
@@ -40,15 +33,12 @@ def measure(model: str, num_rounds: int) -> Measured:
 
 
 def rows(model: str, measured: Measured) -> list[list[str]]:
-    """Steps per second, and megabytes on loopback in a whole run."""
+    """Steps per second, and megabytes on loopback in a step."""
     found = []
     for program in PROGRAMS:
-        before = loopback_bytes()
-        program.measure(model)
-        sent_mb = (loopback_bytes() - before) / 1e6
-        rate = median(measured, model, program, speed)
+        rate, sent_mb = (median(measured, model, program, of) for of in (speed, loopback_mb))
         of_summed = ratio(_WHAT, measured, model, (program, PROGRAMS[0]), speed)
-        found.append([program.contender, f"{rate:.2f}", *of_summed.cells()[1:3], f"{sent_mb:.0f}"])
+        found.append([program.contender, f"{rate:.2f}", *of_summed.cells()[1:3], f"{sent_mb:.1f}"])
     return found
 
 
@@ -106,7 +96,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that no run is left behind
-    columns = ("program", "steps/s", "of summed gradients", "rounds", "MB on loopback in all")
+    columns = ("program", "steps/s", "of summed gradients", "rounds", "MB on loopback in a step")
     measured = measure(options.model, options.rounds)
     show(f"2 workers of 1, {options.model}", columns, rows(options.model, measured))
     losses = compare_losses(options.epochs)

@@ -109,3 +109,9 @@ def end_all(others: set[int]) -> None:
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.01)
     raise CommandFailed(f"processes {left} cannot be ended")
+
+
+def loopback_bytes() -> int:
+    """How many bytes have gone over the loopback of this machine, whoever sent them."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split()[9]) for line in lines if line.split()[0] == "lo:")

@@ -31,7 +31,7 @@ from benchmarks.turns import take_turns
 NUM_WORKERS = 2
 
 _TIMEOUT_S = 180.0
-_LOSS_TOLERANCE = 1e-3
+_LOSS_TOLERANCE, _BF16_TOLERANCE = 1e-3, 2e-2
 _WITH_STATISTICS = ("resnet50",)
 
 # The targets, for 2 cores. Against DDP by model and number of replicas; nowhere below 1.
@@ -57,7 +57,7 @@ class Program:
         launcher = []
         if self.contender == "ddp":
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_replicas}"]
-        if self.contender in ("workers", "local_sgd"):
+        if self.contender in ("workers", "workers_bf16", "local_sgd"):
             devices = f"cpu:{self.num_replicas // NUM_WORKERS}"
             launcher = ["-m", "stratagem", "run", "--workers", str(NUM_WORKERS), "--devices", devices]
         replicas = ["--replicas", str(self.num_replicas)]
@@ -157,7 +157,8 @@ class Results:
             alike = [each for each in programs if each != SINGLE] if model in _WITH_STATISTICS else programs
             losses = [median(self.steps, model, program, lambda figures: figures["loss"]) for program in alike]
             for program, loss in zip(alike, losses, strict=True):
-                if abs(loss - losses[0]) > _LOSS_TOLERANCE * max(1.0, abs(losses[0])):
+                tolerance = _BF16_TOLERANCE if program.contender.endswith("bf16") else _LOSS_TOLERANCE
+                if abs(loss - losses[0]) > tolerance * max(1.0, abs(losses[0])):
                     wrong.append(f"{model}, {program}: loss {loss:.5f} where {alike[0]} has {losses[0]:.5f}")
         return wrong
 
@@ -231,6 +232,11 @@ def first_step_s(figures: Figures) -> float:
 def pss_mb(figures: Figures) -> float:
     """The memory of all processes."""
     return float(figures["pss_mb"])
+
+
+def loopback_mb(figures: Figures) -> float:
+    """What all processes of this machine sent to each other in a step."""
+    return float(figures["loopback_mb"])
 
 
 def _batch_size(model: str) -> int:

@@ -30,6 +30,7 @@ class Case:
     poison: tuple[tuple[int, int, float], ...] = ()  # replica, element, value
     window_bytes: int = 1 << 20  # more than the vector has
     small: int = 2000  # some segments are, some are not
+    shown_as: torch.dtype | None = None
 
     def vector(self, rank: int) -> torch.Tensor:
         vector = torch.randn(NUM_ELEMENTS, generator=seeded(rank)).to(self.dtype)
@@ -52,7 +53,9 @@ def total(rank: int, size: int, regions: list[Region], case: Case) -> dict[str, 
     control, slots, summed = regions
     signals = meeting_point(control, rank, size)
     exchange = WindowExchange(
-        slots, summed, case.dtype, SEGMENTS, NUM_ELEMENTS, signals, case.window_bytes, small=case.small
+        *(slots, summed, case.dtype, SEGMENTS, NUM_ELEMENTS, signals, case.window_bytes),
+        small=case.small,
+        shown_as=case.shown_as,
     )
     vector = case.vector(rank)
     before = vector.clone()
@@ -94,7 +97,8 @@ def run(replicas: Replicas, case: Case, size: int = SIZE) -> list[dict[str, Any]
 def wanted(case: Case, segment: int, ranks: Sequence[int] = range(SIZE)) -> torch.Tensor | None:
     """The plain sum of a segment in the order of the replicas; `None` if nobody has it."""
     offset, length = SEGMENTS[segment]
-    parts = [case.vector(rank)[offset : offset + length].float() for rank in ranks if case.has(rank, segment)]
+    shown = [case.vector(rank)[offset : offset + length] for rank in ranks if case.has(rank, segment)]
+    parts = [each.to(case.shown_as or case.dtype).float() for each in shown]
     if not parts:
         return None
     result = parts[0]
@@ -143,6 +147,17 @@ def test_low_precision_is_summed_in_float32(replicas: Replicas, dtype: torch.dty
         assert all(same_bits(result["sum"], exact) for result in results)
     else:
         assert_sums(run(replicas, case), case)
+
+
+@pytest.mark.parametrize("window_bytes", [8000, 1 << 20])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_parts_shown_as_a_narrower_type_are_summed_in_their_own(
+    replicas: Replicas, size: int, window_bytes: int
+) -> None:
+    case = Case(shown_as=torch.bfloat16, counted=(True,) * size, absent=((0, 3), (0, 0)), window_bytes=window_bytes)
+    assert_sums(run(replicas, case, size), case)
+    case = replace(case, poison=((0, 1200, float("nan")),))
+    assert not all(result["finite"] for result in run(replicas, case, size))
 
 
 def test_two_sums_agree_to_the_last_bit(replicas: Replicas) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stratagem.collectives.calling import connect_all
-from stratagem.collectives.mesh import Mesh
+from stratagem.collectives.mesh import _HEAD, _NOTE_BYTES, _SMALL_BYTES, Mesh
 from stratagem.collectives.sockets import Sockets
 from stratagem.errors import CollectiveError
 
@@ -222,7 +222,8 @@ def test_sums_under_way_and_words_between_them_keep_their_order(numel: int, dtyp
         rows = [torch.randint(-9, 9, (numel,), generator=generator).to(dtype) for _ in range(3)]
         waits = [mesh.start_sum(row) for row in rows]
         told = mesh.exchange("tell", bytes([mesh.rank]) * (mesh.rank + 1))
-        return [wait() for wait in waits], told
+        assert [wait() for wait in waits] == [True] * 3  # they are finite
+        return rows, told
 
     everyone = meshes(3)
     try:
@@ -237,6 +238,57 @@ def test_sums_under_way_and_words_between_them_keep_their_order(numel: int, dtyp
         for sums, told in results:
             assert torch.equal(sums[number].to(torch.int64), expected)
             assert told == [b"\0", b"\1\1", b"\2\2\2"]
+
+
+@pytest.mark.parametrize("numel", [1, 5000, 3_000_001])
+def test_sums_that_travel_as_bf16_take_half_the_bytes_and_are_equal_everywhere(
+    numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_bytes = []
+    put = Sockets.put
+    monkeypatch.setattr(
+        Sockets, "put", lambda self, rank, data: (num_bytes.append(memoryview(data).nbytes), put(self, rank, data))[1]
+    )
+
+    def row(rank: int) -> torch.Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+    def work(mesh: Mesh, dtype: torch.dtype | None) -> torch.Tensor:
+        own = row(mesh.rank)
+        assert mesh.start_sum(own, dtype)()
+        return own
+
+    def summed(dtype: torch.dtype | None) -> tuple[list[torch.Tensor], int]:
+        num_bytes.clear()
+        everyone = meshes(3)
+        try:
+            with ThreadPoolExecutor(3) as threads:
+                sums = list(threads.map(work, everyone, [dtype] * 3))
+        finally:
+            for mesh in everyone:
+                mesh.close()
+        return sums, sum(each for each in num_bytes if each != _HEAD.size + _NOTE_BYTES)
+
+    sums, num_narrow = summed(torch.bfloat16)
+    expected = sum(row(rank).bfloat16().float() for rank in range(3)).bfloat16().float()
+    assert all(torch.equal(each, expected) for each in sums)
+    assert 2 * num_narrow == pytest.approx(summed(None)[1], rel=1e-3) or numel * 4 <= _SMALL_BYTES
+
+
+def test_workers_that_sum_as_different_types_are_told_so() -> None:
+    def work(mesh: Mesh) -> str:
+        with pytest.raises(CollectiveError) as caught:
+            mesh.start_sum(torch.ones(5), torch.bfloat16 if mesh.rank else None)()
+        return str(caught.value)
+
+    both = meshes(2)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            messages = list(threads.map(work, both))
+    finally:
+        for mesh in both:
+            mesh.close()
+    assert all("start_sum as torch.bfloat16 of float32" in each for each in messages)
 
 
 def test_sums_of_large_rows_overlap_with_their_neighbours_only_in_order() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import stratagem as sg
 from stratagem.errors import StratagemWarning
@@ -406,6 +407,28 @@ def test_gradients_of_several_passes_equal_one_device(strategy: sg.Strategy, pas
         return model, step
 
     assert_equal_to_one_device(strategy, build, tolerance=2e-5)
+
+
+def test_parameters_that_a_pass_comes_back_to_equal_one_device(strategy: sg.Strategy) -> None:
+    def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+        torch.manual_seed(1)
+        # So large that it is exchanged while the pass goes on; it is used again and again before.
+        model = nn.Sequential(nn.Linear(6, 900), nn.Linear(900, 900), nn.Linear(900, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            hidden = model[0](inputs)
+            for _ in range(3):
+                hidden = checkpoint(model[1], hidden, use_reentrant=True)
+            loss = nn.functional.cross_entropy(model[2](hidden), targets)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return model, step
+
+    assert_equal_to_one_device(strategy, build)
 
 
 def test_gradients_dropped_between_runs_are_dropped_everywhere(strategy: sg.Strategy) -> None:

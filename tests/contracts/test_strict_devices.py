@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_tasks")]
 _SELDOM = ("strict one device", "strict parameter server 2", "strict 2 workers of 1")
 _FEWEST = {
     "test_strategies.py": 15,
+    "test_exchange_dtype.py": 5,
     "test_keras.py": 10,
     "test_collectives.py": 15,
     "../placement": 75,
@@ -32,6 +33,8 @@ _CHOSEN = [
         pytest.param("test_strategies.py", row, marks=[pytest.mark.soak] if row in _SELDOM else [])
         for row in STRICT_ROWS
     ),
+    ("test_exchange_dtype.py", "strict bf16: mirrored 2"),
+    pytest.param("test_exchange_dtype.py", "strict bf16: 2 workers of 1", marks=pytest.mark.soak),
     ("test_collectives.py", "3 strict GPUs"),
     ("test_keras.py", "strict mirrored 2"),
     pytest.param("test_keras.py", "strict one device", marks=pytest.mark.soak),

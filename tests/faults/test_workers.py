@@ -138,6 +138,15 @@ def test_a_replica_that_is_killed_ends_its_worker_and_the_others() -> None:
         assert "ReplicaDiedError: replica" in message
 
 
+def test_different_types_of_exchange_are_named() -> None:
+    with cluster_of([[], []]) as tasks:
+        cluster = workers(2)
+        for index, (task, dtype) in enumerate(zip(tasks, ("bf16", None), strict=True)):
+            task.send(f"begin({cluster!r}, {index}, exchange_dtype={dtype!r})")
+        for task in tasks:
+            assert 'worker/1 and worker/0 disagree on exchange_dtype: null vs "bfloat16"' in task.error()[1]
+
+
 def test_different_models_are_named() -> None:
     with cluster_of([[], []]) as tasks:
         cluster = workers(2)

@@ -56,9 +56,9 @@ class Between(Collective):
         """The bytes of all, which all must exchange for the same reason."""
         return self._do(self._mesh.exchange, what, data)
 
-    def start_sum(self, row: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins to sum a flat tensor, in place; the result waits, and gives the tensor."""
-        wait = self._do(self._mesh.start_sum, row)
+    def start_sum(self, row: torch.Tensor, dtype: torch.dtype) -> Callable[[], bool]:
+        """Begins to sum a flat tensor in place, which travels as a type; what it returns is as of `Mesh.start_sum`."""
+        wait = self._do(self._mesh.start_sum, row, dtype)
         return lambda: self._do(wait)
 
     def close(self) -> None:

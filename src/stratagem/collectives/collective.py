@@ -76,6 +76,10 @@ class Collective(ABC):
         total = self.all_reduce(tensor, op)
         return total if self.rank == root else None
 
+    def sum_as(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The sum over all replicas of a tensor that travels as a type, for each in its own type."""
+        return self.all_reduce(tensor.to(dtype)).to(tensor.dtype)
+
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """This replica's part, along the first axis, of the sum, mean, max or min over all."""
         if tensor.dim() == 0 or tensor.shape[0] % self.size:

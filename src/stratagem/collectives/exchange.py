@@ -31,8 +31,8 @@ _BLOCK = 128 * 1024  # elements: what is summed stays in the cache for the next 
 _SMALL = 32 * 1024
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
-# Begins to sum a flat tensor, in place; the function that it returns waits for the sum.
-StartSum = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
+# Begins to sum a flat tensor, in place; the function that it returns waits for the sum, and tells whether it is finite.
+StartSum = Callable[[torch.Tensor], Callable[[], bool]]
 
 # A piece of a segment: the segment's number, and where the piece starts and ends in the vector.
 Piece = tuple[int, int, int]
@@ -72,6 +72,7 @@ class WindowExchange:
         num_elements: The length of the vector.
         signals: The meeting point.
         window_bytes: How much of the vector is exchanged at a time.
+        shown_as: The type as which elements are shown to others; by default their own. Sums are made in their own.
         further: Whether the sum goes on to other machines, so that what nobody here has counts as zero.
         forms: How segments look, if small ones are given as they are and not flat.
         small: Up to how many elements a segment is shown whole, and summed together with its neighbours.
@@ -87,6 +88,7 @@ class WindowExchange:
         signals: Signals,
         window_bytes: int | None = None,
         *,
+        shown_as: torch.dtype | None = None,
         further: bool = False,
         forms: Sequence[Form] | None = None,
         small: int = _SMALL,
@@ -98,17 +100,20 @@ class WindowExchange:
         self._total = total
         self._further = further
         self._between: StartSum | None = None
-        self._on_their_way: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []
+        self._on_their_way: list[Callable[[], bool]] = []
         self._num_early = 0
         self._last: int | None = None
         rank, size = signals.rank, signals.size
         window_bytes = window_bytes or (_FURTHER_WINDOW_BYTES if further else _WINDOW_BYTES)
         width = _window(num_elements, dtype, window_bytes)
         count = _NUM_BUFFERS * size * width
-        self._slots = slots.shared(dtype, 0, count).view(_NUM_BUFFERS, size, width)
+        self._shown_as = shown_as or dtype
+        self._slots = slots.shared(self._shown_as, 0, count).view(_NUM_BUFFERS, size, width)
         num_rows = size + 1  # the last is for what anybody has, on any machine
         presence = (
-            slots.shared(torch.uint8, count * dtype.itemsize, num_rows * len(segments)).view(num_rows, -1).numpy()
+            slots.shared(torch.uint8, count * self._shown_as.itemsize, num_rows * len(segments))
+            .view(num_rows, -1)
+            .numpy()
         )
         self._presence, self._anywhere = presence[:size], presence[size]
         self._sum = total.shared(dtype, 0, num_elements)
@@ -237,27 +242,41 @@ class WindowExchange:
         pieces = [piece for run in self._windows[number].summed for piece in run] if number > 0 else []
         return range(pieces[0][0], pieces[-1][0] + 1) if pieces else range(0)
 
-    def send_early(self, vectors: Mapping[int, torch.Tensor], between: "StartSum") -> None:
+    def send_early(self, vectors: Mapping[int, torch.Tensor], between: "StartSum") -> tuple[list[int], list[int]]:
         """Begins to sum the next window over the machines, before the others are there.
 
         For a replica that is alone on its machine. `add_up` takes the rest.
+
+        Returns:
+            The segments that are on their way as a whole now, and those in the window that are not finite.
         """
         number = len(self._windows) - 1 - self._num_early
+        done, bad = [], []
         for segment, first, last in (piece for run in self._windows[number].summed for piece in run):
-            offset = self._segments[segment][0]
-            self._sum[first:last].copy_(vectors[segment][first - offset : last - offset])
+            offset, piece = self._segments[segment][0], self._sum[first:last]
+            piece.copy_(vectors[segment][first - offset : last - offset])
+            done += [segment] * (first == offset)  # windows go from the last to the first
+            bad += [segment] * (not is_finite(piece))
         self._between = between
         self._num_early += 1
         self._send_on(number)
+        return done, bad
+
+    def kept_sum(self) -> torch.Tensor:
+        """A copy of the sum."""
+        return self._sum.clone()
+
+    def add_kept(self, kept: torch.Tensor) -> bool:
+        """Adds to the sum what it was before; tells whether it is finite."""
+        return is_finite(self._sum.add_(kept))
 
     def finish(self) -> bool:
         """Waits until all windows are summed over the machines; tells whether the sum is finite."""
         if self._last is not None:
             self._send_on(self._last)
         waiting, self._on_their_way = self._on_their_way, []
-        for _, wait in waiting:
-            wait()
-        return all(is_finite(window) for window, _ in waiting)
+        finite = [wait() for wait in waiting]  # for each, whatever comes of the first
+        return all(finite)
 
     def note_anywhere(self, present: Sequence[int]) -> None:
         """Lets the others of this machine know which segments anybody has, on any machine."""
@@ -271,8 +290,7 @@ class WindowExchange:
         if self._between is not None:
             start = self._windows[number].start
             end = self._windows[number + 1].start if number + 1 < len(self._windows) else len(self._sum)
-            window = self._sum[start:end]
-            self._on_their_way.append((window, self._between(window)))
+            self._on_their_way.append(self._between(self._sum[start:end]))
 
     def _show(self, vectors: Sequence[torch.Tensor | None], number: int, buffer: int) -> None:
         window, slot = self._windows[number], self._slots[buffer, self._signals.rank]
@@ -345,7 +363,7 @@ class WindowExchange:
             if not self._presence[rank, segment]:
                 continue
             if rank == self._signals.rank and vector is not None and not self.is_small(segment):
-                parts.append(vector[first - offset : last - offset])
+                parts.append(vector[first - offset : last - offset].to(self._shown_as))  # rounded like the others'
             else:
                 parts.append(slots[rank, first - start : last - start])
         if parts:
@@ -379,7 +397,7 @@ def _add(parts: Sequence[torch.Tensor], target: torch.Tensor) -> bool:
         first, *others = (part[start : start + _BLOCK] for part in parts)
         if not others:
             block.copy_(first)
-        elif block.dtype in _LOW_PRECISION:
+        elif first.dtype in _LOW_PRECISION:
             wide = first.float()
             for other in others:
                 wide.add_(other)

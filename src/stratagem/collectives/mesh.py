@@ -24,6 +24,7 @@ from stratagem.collectives.collective import (
     combine,
     describe_call,
     flat,
+    is_finite,
     shapes_of,
 )
 from stratagem.collectives.sockets import Attend, Sockets
@@ -93,22 +94,25 @@ class Mesh(Collective):
         """
         return self._in_turn(lambda attend: self._exchange(what, data, attend))
 
-    def start_sum(self, row: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def start_sum(self, row: torch.Tensor, dtype: torch.dtype | None = None) -> Callable[[], bool]:
         """Begins to sum a flat tensor of the CPU over the replicas, in place, and returns at once.
 
         Several may be under way; all replicas start them in the same order.
 
-        Returns:
-            Waits, and gives the tensor, which until then must be neither read nor written.
-        """
-        call = describe_call("start_sum", row)
-        self._check_open()
-        self._last = future = self._thread.submit(self._whole, partial(self._reduce, call, row, "sum"), _nobody)
+        Args:
+            row: The tensor.
+            dtype: The type as which it travels, and to which the sum is rounded, in every replica; by default its own.
 
-        def wait_for_sum() -> torch.Tensor:
+        Returns:
+            Waits, and tells whether the sum is finite; until then the tensor must be neither read nor written.
+        """
+        call = describe_call("start_sum" if dtype in (None, row.dtype) else f"start_sum as {dtype}", row)
+        self._check_open()
+        self._last = future = self._thread.submit(self._whole, partial(self._sum_as, call, row, dtype), _nobody)
+
+        def wait_for_sum() -> bool:
             wait_in_slices(partial(is_over, future), self._attend)
-            result_of(call, future)
-            return row
+            return result_of(call, future)
 
         return wait_for_sum
 
@@ -224,6 +228,13 @@ class Mesh(Collective):
         self._take({other: _bytes(targets[other].view(-1)) for other in self._others}, sizes, attend)
         self._sockets.flush(attend)
         return targets
+
+    def _sum_as(self, call: str, row: torch.Tensor, dtype: torch.dtype | None, attend: Attend) -> bool:
+        carrier = row if dtype is None else row.to(dtype)
+        self._reduce(call, carrier, "sum", attend)
+        if carrier is not row:
+            row.copy_(carrier)
+        return not row.is_floating_point() or is_finite(row)  # now, while it is in the cache
 
     def _reduce(self, call: str, row: torch.Tensor, op: str, attend: Attend) -> None:
         """Makes a row the reduction over all replicas."""

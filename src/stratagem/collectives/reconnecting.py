@@ -95,18 +95,24 @@ class TorchLink:
         """Forbids sums until the next connection: this replica has begun some that others may not."""
         self._spoiled = True
 
-    def start_sum(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins to sum a flat tensor over the replicas, in place; the result waits for the sum."""
+    def start_sum(self, flat: torch.Tensor, dtype: torch.dtype | None = None) -> Callable[[], torch.Tensor]:
+        """Begins to sum a flat tensor over the replicas, in place; the result waits for the sum.
+
+        Args:
+            flat: The tensor.
+            dtype: The type as which it travels; by default its own.
+        """
         if self._collective is None or self._spoiled:
             raise CollectiveError(
                 "an earlier backward pass failed halfway, when replicas had begun to sum its gradients; let its error "
                 "end the run"
             )
-        pending = self._collective.start_all_reduce(flat)
+        carrier = flat if dtype is None else flat.to(dtype)
+        pending = self._collective.start_all_reduce(carrier)
 
         def wait_for_sum() -> torch.Tensor:
             pending.wait()
-            return flat
+            return flat if carrier is flat else flat.copy_(carrier)
 
         return wait_for_sum
 

@@ -147,16 +147,7 @@ class TorchDistributed(Collective):
         self._check_device(tensor)
         self._agree(call)
         target = torch.empty_like(source)
-        # Each replica reduces its own part of a piece, then all take every part.
-        step = max(1, _PIECE_BYTES // source.itemsize // self.size) * self.size
-        for start in range(0, source.numel(), step):
-            piece = source[start : start + step]
-            parts = _padded(piece, self.size)
-            arrived = torch.empty_like(parts)
-            self._finish(call, partial(self._alltoall, arrived, parts))
-            own = combine(arrived.chunk(self.size), op)
-            self._finish(call, partial(self._allgather, parts, own))
-            target[start : start + step] = parts[: piece.numel()]
+        self._reduce(source, target, op, partial(self._finish, call))
         return target.view(tensor.shape)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
@@ -250,6 +241,20 @@ class TorchDistributed(Collective):
             f"come within {self.timeout_s:g} s (timeout_s)"
         )
 
+    def _reduce(
+        self, source: torch.Tensor, target: torch.Tensor, op: str, do: Callable[[Callable[[], Any]], None]
+    ) -> None:
+        """Reduces a row, piece by piece: each replica reduces its own part of a piece, then all take every part."""
+        step = max(1, _PIECE_BYTES // source.itemsize // self.size) * self.size
+        for start in range(0, source.numel(), step):
+            piece = source[start : start + step]
+            parts = _padded(piece, self.size)
+            arrived = torch.empty_like(parts)
+            do(partial(self._alltoall, arrived, parts))
+            own = combine(arrived.chunk(self.size), op)
+            do(partial(self._allgather, parts, own))
+            target[start : start + step] = parts[: piece.numel()]
+
     def _alltoall(self, target: torch.Tensor, source: torch.Tensor) -> Any:
         return self._group(source).alltoall_base(_bytes(target), _bytes(source), [], [])
 
@@ -270,10 +275,10 @@ class TorchDistributed(Collective):
         check_calls(_texts(notes))
         if not numbers.numel():
             return
-        carrier = numbers.float() if numbers.dtype in _LOW_PRECISION else numbers
-        self._do(call, partial(self._allreduce, carrier))
-        if carrier is not numbers:
-            numbers.copy_(carrier)
+        if numbers.dtype in _LOW_PRECISION:  # which gloo would add up without float32
+            self._reduce(numbers, numbers, "sum", partial(self._do, call))
+        else:
+            self._do(call, partial(self._allreduce, numbers))
 
     def _drain(self) -> None:
         """Lets what the thread has begun come to its end: a group must be used in one order by all."""

@@ -52,6 +52,15 @@ class TwoLevel(Collective):
         total = self._inside.broadcast(total)
         return (total.div_(self.size) if op == "mean" else total).to(tensor.dtype)
 
+    def sum_as(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if dtype == tensor.dtype:
+            return self.all_reduce(tensor)
+        self._agree(describe_call(f"sum as {dtype}", tensor))
+        total = self._inside.sum_as(tensor, dtype)
+        if self._between is not None:
+            total = self._between.sum_as(total, dtype)
+        return self._inside.broadcast(total.to(dtype)).to(tensor.dtype)
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> torch.Tensor:
         check_root(root, self.size)
         self._agree(describe_call(f"broadcast(root={root})", tensor))

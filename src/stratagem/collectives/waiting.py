@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, wait
 from datetime import timedelta
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 from stratagem._clock import Clock
 from stratagem.errors import CollectiveError, StratagemError
@@ -12,6 +12,8 @@ from stratagem.errors import CollectiveError, StratagemError
 _SLICE_S: Final = 0.1
 _SLICE: Final = timedelta(seconds=_SLICE_S)
 _LOOK_S: Final = 0.0002  # how often a GPU is asked whether it is done
+
+_Result = TypeVar("_Result")
 
 
 @final
@@ -66,10 +68,10 @@ def is_completed(work: Any, patience_s: float) -> bool:
     return True
 
 
-def result_of(call: str, future: "Future[None]") -> None:
-    """Raises what a future raised, in words if it was never begun."""
+def result_of(call: str, future: "Future[_Result]") -> _Result:
+    """What a future gives, or raises; in words if it was never begun."""
     try:
-        future.result()
+        return future.result()
     except CancelledError as error:
         raise CollectiveError(f"{call} had not begun when its collective was closed; wait before you close") from error
 

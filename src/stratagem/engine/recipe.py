@@ -8,6 +8,9 @@ import dataclasses
 import enum
 from typing import Any, Final
 
+import torch
+
+from stratagem.collectives.exchange_dtype import travels_as
 from stratagem.engine.sync import SumGradients, SyncPlan
 from stratagem.errors import StrategyError
 from stratagem.objects import state_diff
@@ -44,6 +47,7 @@ class Recipe:
         unused: What a gradient that only some replicas have means: `zero` in the others, or an `error`.
         on_nonfinite: What a gradient that is not finite does to its step: `skip`, `raise` or `apply`.
         check_copies_every: After how many steps replicas compare their copies of the parameters; 0 for never.
+        exchange_dtype: The type as which gradients travel; `None` for their own.
         kept_on: The torch device on which variables are kept and updated once; empty if each replica updates.
         by_servers: Whether parameter servers update: replica 0 gives them the gradients, and gets new values.
         sizes: How many replicas each machine has; empty if there is one machine.
@@ -56,6 +60,7 @@ class Recipe:
     unused: str = "zero"
     on_nonfinite: str = "skip"
     check_copies_every: int = CHECK_COPIES_EVERY
+    exchange_dtype: torch.dtype | None = None
     kept_on: str = ""
     by_servers: bool = False
     sizes: tuple[int, ...] = ()
@@ -74,6 +79,10 @@ class Recipe:
     def first(self) -> int:
         """The number of this machine's first replica among all."""
         return sum(self.sizes[: self.machine])
+
+    def travels_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The type as which gradients of a type travel; where there is one replica none do."""
+        return travels_as(dtype, self.exchange_dtype) if self.total > 1 else dtype
 
     def counts_alone(self, counts_here: tuple[int, ...]) -> tuple[int, ...]:
         """How many examples replicas of all machines have, where others are not asked: about as many as these."""

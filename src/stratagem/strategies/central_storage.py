@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import final
 
+import torch
+
+from stratagem.collectives.exchange_dtype import read_exchange_dtype
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import this_process
 from stratagem.devices.lookup import DeviceLike
@@ -27,6 +30,7 @@ class CentralStorageStrategy(Replicated[LocalReplicas]):
         on_nonfinite: `skip`, `raise` or `apply`, as in `MirroredStrategy`.
         check_copies_every: The number of steps after which accelerators check that their copies are still equal; a
             `DriftError` names those that differ. 0 never checks.
+        exchange_dtype: `"bf16"` or `None`, as in `MirroredStrategy`.
         stall_timeout_s: How many seconds replicas wait for another one before they report it as stalled.
     Raises:
         DeviceError: A device comes twice or does not exist.
@@ -50,6 +54,7 @@ class CentralStorageStrategy(Replicated[LocalReplicas]):
         unused: str = "zero",
         on_nonfinite: str = "skip",
         check_copies_every: int = CHECK_COPIES_EVERY,
+        exchange_dtype: str | torch.dtype | None = None,
         stall_timeout_s: float = 60.0,
     ) -> None:
         chosen = choose_devices("CentralStorageStrategy", compute_devices)
@@ -61,6 +66,7 @@ class CentralStorageStrategy(Replicated[LocalReplicas]):
             unused,
             on_nonfinite,
             check_copies_every,
+            read_exchange_dtype(exchange_dtype),
             kept_on=str(kept_on.torch_device if kept_on else "cpu"),
         )
         self._parameter_device = kept_on

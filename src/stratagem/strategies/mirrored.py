@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import final
 
+import torch
+
+from stratagem.collectives.exchange_dtype import read_exchange_dtype
 from stratagem.devices.lookup import DeviceLike
 from stratagem.engine.lockstep import LocalReplicas
 from stratagem.engine.recipe import CHECK_COPIES_EVERY, Recipe
@@ -32,6 +35,9 @@ class MirroredStrategy(Replicated[LocalReplicas]):
             `torch` with a warning in containers that hide the page map of a process, which sharing needs.
         check_copies_every: The number of steps after which replicas with their own copies (`torch`, `to_one`) check
             that these are still equal; a `DriftError` names those that differ. 0 never checks.
+        exchange_dtype: `"bf16"` or `torch.bfloat16`: float32 gradients travel as bfloat16, in half the bytes, and are
+            added up in float32. Every replica rounds its own, and all have the same sums. By default, and with one
+            replica, gradients stay as they are.
         stall_timeout_s: How many seconds replicas wait for another one before they report it as stalled.
     Raises:
         DeviceError: `devices` is empty, has a device twice, or has one that does not exist.
@@ -55,6 +61,7 @@ class MirroredStrategy(Replicated[LocalReplicas]):
         on_nonfinite: str = "skip",
         cross_device_ops: str | None = "auto",
         check_copies_every: int = CHECK_COPIES_EVERY,
+        exchange_dtype: str | torch.dtype | None = None,
         stall_timeout_s: float = 60.0,
     ) -> None:
         chosen = choose_devices("MirroredStrategy", devices)
@@ -65,5 +72,6 @@ class MirroredStrategy(Replicated[LocalReplicas]):
             unused,
             on_nonfinite,
             check_copies_every,
+            read_exchange_dtype(exchange_dtype),
         )
         super().__init__(chosen, driven_here(chosen, recipe, stall_timeout_s))

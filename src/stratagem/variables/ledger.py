@@ -59,6 +59,12 @@ class Transport(Protocol):
             counts: Whether what this replica computes in it counts.
         """
 
+    def taken(self) -> Mapping[int, torch.Tensor]:
+        """Gradients of the pass that it has taken from their parameters, by name.
+
+        For one that is on its way already something stands in that takes no memory; it is finite if the gradient was.
+        """
+
     def sum(self, gradients: Mapping[int, torch.Tensor]) -> Summed:
         """Sums this replica's own gradients, by name, with those of the others; every replica must come here."""
 
@@ -283,6 +289,7 @@ class Ledger:
         """Gives every replica the sums, with the gradients that were there before."""
         own = dict(self.parameters())
         gradients = {name: gradient for name, gradient in self._gradients().items() if gradient is not None}
+        gradients |= transport.taken()
         present, all_finite, any_sparse = transport.sum(gradients)
         if self._replica.recipe.unused == "error":
             self._refuse_unused(gradients)
@@ -325,7 +332,8 @@ class Ledger:
                     f"the gradient of {self._labels[name]!r} is sparse on one replica and dense on another; use its "
                     f"layer alike in all"
                 )
-        return {name: sparse.all_reduce(collective, gradients.get(name)) for name in names}
+        travels_as = self._replica.recipe.travels_as
+        return {name: sparse.all_reduce(collective, gradients.get(name), travels_as) for name in names}
 
     def _note_global(self, gradients: Mapping[int, torch.Tensor]) -> None:
         self._global.update(zip(gradients, map(weakref.ref, gradients.values()), strict=True))
@@ -390,8 +398,11 @@ class Ledger:
     @torch.no_grad()
     def _take_what_all_have_set(self, foreign: Mapping[int, torch.Tensor]) -> None:
         own, size = dict(self.parameters()), sum(self._replica.all_counted)
+        travels_as = self._replica.recipe.travels_as
         alike = [
-            name not in foreign or not self._counts or _are_alike(foreign[name] * size, own[name].grad)
+            name not in foreign
+            or not self._counts
+            or _are_alike(foreign[name] * size, own[name].grad, travels_as(foreign[name].dtype))
             for name in self._parameters
         ]
         everywhere = gather_numbers(self._replica.collective, alike).amin(dim=0).tolist()
@@ -550,10 +561,11 @@ def _may_be_written(gradient: torch.Tensor, *others: torch.Tensor) -> bool:
     )
 
 
-def _are_alike(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+def _are_alike(one: torch.Tensor, other: torch.Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether two gradients are the same, as far as the type tells as which they travel."""
     if other is None or other.layout != torch.strided or not other.numel():
         return False
-    return bool(are_alike(one, other).all())
+    return bool(are_alike(one.to(dtype), other.to(dtype)).all())
 
 
 def _taken_hooks(parameters: Iterable[tuple[int, torch.Tensor]]) -> "dict[int, _torch.TensorHooks]":

@@ -34,6 +34,9 @@ class Options(Protocol):
     def on_nonfinite(self) -> str:
         """What a gradient that is not finite does to its step: `skip`, `raise` or `apply`."""
 
+    def travels_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The type as which gradients of a type travel between replicas."""
+
 
 class Participant(Protocol):
     """One replica, as its variables see it."""

@@ -80,7 +80,7 @@ class PrivateCopies(Copies):
         link = TorchLink(runtime.rank, recipe.size, runtime.device, runtime.signals, meet) if linked else None
         self._buckets = None
         if way != "alone":
-            start_sum, spoil = (link.start_sum, link.spoil) if link else (self._sum_at_the_end, _nothing)
+            start_sum, spoil = (self._sum_by_link, link.spoil) if link else (self._sum_at_the_end, _nothing)
             self._buckets = Buckets(runtime, start_sum, spoil, self._ask, self._answer)
         super().__init__(Ledger(runtime, self._buckets), link)
         self._runtime = runtime
@@ -332,8 +332,11 @@ class PrivateCopies(Copies):
     def split(self, optimizer: torch.optim.Optimizer, replica: Updating) -> None:
         """Every replica updates all of its own parameters."""
 
+    def _sum_by_link(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return self.link.start_sum(flat, self._runtime.recipe.travels_as(flat.dtype))  # type: ignore[union-attr]
+
     def _sum_at_the_end(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return lambda: self._runtime.collective.all_reduce(flat)
+        return lambda: self._runtime.collective.sum_as(flat, self._runtime.recipe.travels_as(flat.dtype))
 
     def buffers(self) -> Iterator[tuple[int, torch.Tensor]]:
         for name, reference in self._buffers.items():

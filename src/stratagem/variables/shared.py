@@ -84,7 +84,7 @@ class SharedCopies(Copies):
     def _exchange_memory(self, store: Store) -> ExchangeMemory:
         num_bytes = WindowExchange.num_slot_bytes(
             store.num_elements, len(store.placements), store.dtype, self._signals.size
-        )
+        )  # as many bytes if gradients are shown as a narrower type: less of them is touched
         return ExchangeMemory(Region.create(num_bytes), Region.create(store.region.num_bytes))
 
     def build(self, placed: SharedVariables) -> dict[int, torch.Tensor]:
@@ -108,6 +108,8 @@ class SharedCopies(Copies):
         forms = [(placement.shape, placement.stride) for placement in store.placements]
         exchange = WindowExchange(
             *(memory.slots, memory.total, store.dtype, segments, store.num_elements, self._signals),
+            # A replica that is alone on its machine shows them to itself.
+            shown_as=self._runtime.recipe.travels_as(store.dtype) if self._signals.size > 1 else store.dtype,
             further=self._runtime.recipe.num_machines > 1,
             forms=forms,
         )

@@ -1,5 +1,7 @@
 """Sparse gradients: each replica has the rows that it used, and the sum has the rows of all."""
 
+from collections.abc import Callable
+
 import torch
 
 from stratagem import _torch
@@ -7,8 +9,16 @@ from stratagem.collectives import collective as dense
 from stratagem.collectives.collective import Collective
 
 
-def all_reduce(collective: Collective, gradient: torch.Tensor | None) -> torch.Tensor:
-    """The sum of the sparse gradients of all replicas, some of which may have none."""
+def all_reduce(
+    collective: Collective, gradient: torch.Tensor | None, travels_as: Callable[[torch.dtype], torch.dtype]
+) -> torch.Tensor:
+    """The sum of the sparse gradients of all replicas, some of which may have none.
+
+    Args:
+        collective: How they exchange tensors.
+        gradient: This replica's; `None` if it has none.
+        travels_as: The type as which values of a type travel.
+    """
     parts = collective.all_gather(torch.tensor(_form(gradient), dtype=torch.int64))
     forms = [tuple(part.tolist()) for part in parts if part.numel()]
     shape, num_axes, kind = forms[0][2:], forms[0][1], _DTYPES[forms[0][0]]
@@ -17,8 +27,8 @@ def all_reduce(collective: Collective, gradient: torch.Tensor | None) -> torch.T
         gradient = _sparse(*nothing, shape)
     own = gradient.detach().coalesce()
     indices = collective.all_gather(own.indices().contiguous())
-    values = collective.all_gather(own.values().contiguous())
-    return _sparse(torch.cat(indices, dim=1), torch.cat(values), shape).coalesce()
+    values = collective.all_gather(own.values().to(travels_as(kind)).contiguous())
+    return _sparse(torch.cat(indices, dim=1), torch.cat(values).to(kind), shape).coalesce()
 
 
 def is_finite(gradient: torch.Tensor) -> bool:

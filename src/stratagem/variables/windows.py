@@ -8,7 +8,7 @@ sends them while the backward pass still runs.
 import functools
 import itertools
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, final
 
 import torch
@@ -22,6 +22,8 @@ from stratagem.variables.participant import Participant
 from stratagem.variables.store import Homes, Placement, Store, laid_out
 
 FINITE_FLAG, ALL_FINITE_FLAG, IN_TIME_FLAG, SPARSE_FLAG, ALL_SPARSE_FLAG = 0, 3, 4, 8, 9
+# In the place of gradients that are on their way.
+_SENT, _SENT_NOT_FINITE = torch.zeros(()), torch.full((), torch.nan)
 
 
 @final
@@ -34,11 +36,15 @@ class Windows:
 
     def __init__(self, replica: Participant) -> None:
         self._replica = replica
-        self._start_sum = replica.between.start_sum if replica.between is not None else None
+        self._start_sum = self._sum_between if replica.between is not None else None
         self._early = _EarlyWindows(self._start_sum if replica.recipe.size == 1 else None)
         self._rows: list[_Row] = []
         self._watched: Set[int] = frozenset()  # gradients in the memory of the sums that nobody had written to
         self._is_spoiled = False
+
+    def _sum_between(self, row: torch.Tensor) -> Callable[[], bool]:
+        """Begins to sum a flat tensor over the machines, in place; the result waits, and tells if it is finite."""
+        return self._replica.between.start_sum(row, self._replica.recipe.travels_as(row.dtype))  # type: ignore[union-attr]
 
     def add(self, store: Store, exchange: WindowExchange) -> None:
         """Takes the parameters of a store."""
@@ -67,9 +73,12 @@ class Windows:
         self._early.begin(self._rows[:1] if syncing and counts else [])
 
     def abandon(self) -> None:
-        self._early.end()
+        self._early.put_back()
         for row in self._rows:
             self._is_spoiled |= row.exchange.give_up()
+
+    def taken(self) -> Mapping[int, torch.Tensor]:
+        return self._early.taken()
 
     def sum(self, gradients: Mapping[int, torch.Tensor]) -> Summed:
         signals = self._replica.signals
@@ -89,8 +98,11 @@ class Windows:
         signals.barrier()
         is_finite, any_sparse = all(signals.flags(FINITE_FLAG)), any(signals.flags(SPARSE_FLAG))
         if self._replica.recipe.num_machines > 1:
-            present, is_finite = self._sum_between_machines(present, locals_, late=late, any_sparse=any_sparse)
+            present = self._sum_between_machines(present, late=bool(late), any_sparse=any_sparse)
             any_sparse = bool(signals.flags(ALL_SPARSE_FLAG)[0])
+            is_finite = bool(signals.flags(ALL_FINITE_FLAG)[0])
+            if not signals.flags(IN_TIME_FLAG)[0]:  # on some machine
+                is_finite &= self._add_late(late)
         pairs = zip(self._rows, present, strict=True)
         return Summed({name for row, there in pairs for name in row.named(there)}, is_finite, any_sparse)
 
@@ -115,18 +127,12 @@ class Windows:
         return {name for row in self._rows for name in row.changed() if name in self._watched}
 
     def _sum_between_machines(
-        self,
-        present: Sequence[Sequence[bool]],
-        vectors: Sequence[Sequence[torch.Tensor | None]],
-        *,
-        late: bool,
-        any_sparse: bool,
-    ) -> tuple[list[list[bool]], bool]:
+        self, present: Sequence[Sequence[bool]], *, late: bool, any_sparse: bool
+    ) -> list[list[bool]]:
         """Sums on over the machines, in the first replica of each; the others wait for it.
 
         Args:
             present: Which gradients replicas of this machine have.
-            vectors: This replica's own.
             late: Whether some were added to after they had been sent.
             any_sparse: Whether replicas of this machine have sparse ones.
         """
@@ -134,10 +140,11 @@ class Windows:
         if between is not None:
             # How many machines were late, have sparse ones, and have each gradient: travels beside the last windows.
             counts = torch.tensor([late, any_sparse, *(each for there in present for each in there)], dtype=torch.int32)
-            wait_for_counts = between.start_sum(counts)
+            wait_for_counts = self._sum_between(counts)
             # A sum over all machines that is finite on one is so on all: what is not, no other number mends.
             finite = [row.exchange.finish() for row in self._rows]
-            num_late, num_sparse, *anywhere = wait_for_counts().tolist()
+            wait_for_counts()
+            num_late, num_sparse, *anywhere = counts.tolist()
             signals.put_flag(ALL_FINITE_FLAG, int(all(finite)))
             signals.put_flag(IN_TIME_FLAG, int(not num_late))
             signals.put_flag(ALL_SPARSE_FLAG, int(num_sparse > 0))
@@ -145,12 +152,19 @@ class Windows:
                 row.exchange.note_anywhere([int(each > 0) for each in anywhere[: len(there)]])
                 anywhere = anywhere[len(there) :]
         signals.barrier()
-        if not signals.flags(IN_TIME_FLAG)[0]:  # on some machine; all sum again
-            for row, own in zip(self._rows, vectors, strict=True):
-                row.exchange.add_up(own, self._start_sum)
-            signals.barrier()
-            return self._sum_between_machines(present, vectors, late=False, any_sparse=any_sparse)
-        return [row.exchange.anywhere() for row in self._rows], bool(signals.flags(ALL_FINITE_FLAG)[0])
+        return [row.exchange.anywhere() for row in self._rows]
+
+    def _add_late(self, late: Mapping[int, torch.Tensor]) -> bool:
+        """Sums what was added to gradients after they had been sent, and adds it; tells whether the sum is finite."""
+        signals, row = self._replica.signals, self._rows[0]  # no other is sent early
+        kept = row.exchange.kept_sum() if self._replica.between is not None else None
+        row.exchange.add_up(row.flat(late), self._start_sum)
+        signals.barrier()
+        if kept is not None:
+            is_finite = row.exchange.finish()
+            signals.put_flag(ALL_FINITE_FLAG, int(row.exchange.add_kept(kept) and is_finite))
+        signals.barrier()
+        return bool(signals.flags(ALL_FINITE_FLAG)[0])
 
 
 @final
@@ -203,7 +217,8 @@ class _Row:
         """This replica's own gradients: large ones flat, in the order of their parameter's memory."""
         vectors = list(map(gradients.get, self._names))
         for number, placement in self._large:
-            vectors[number] = _flat(vectors[number], placement)
+            if vectors[number] is not _SENT and vectors[number] is not _SENT_NOT_FINITE:
+                vectors[number] = _flat(vectors[number], placement)
         return vectors
 
     def named(self, present: Sequence[bool]) -> list[int]:
@@ -215,6 +230,9 @@ class _Row:
 class _EarlyWindows:
     """Sends gradients to other machines while the backward pass goes on, from a replica that is alone on its own.
 
+    A gradient that has come is taken from its parameter, and given up once it is on its way: beside the sums there
+    is only memory for those that are waiting for their neighbours.
+
     Args:
         start_sum: Begins to sum a flat tensor over the machines; `None` if nothing is sent early.
     """
@@ -222,47 +240,78 @@ class _EarlyWindows:
     def __init__(self, start_sum: StartSum | None) -> None:
         self._start_sum = start_sum
         self._handles: list[Any] = []
-        self._arrived: dict[int, torch.Tensor] = {}
-        self._sent: set[int] = set()
-        self._late = False
+        self._row: _Row | None = None
+        self._arrived: dict[int, torch.Tensor] = {}  # by the number of the segment
+        self._sent: set[int] = set()  # of which a part is on its way
+        self._gone: dict[int, torch.Tensor] = {}  # what stands for those that are on their way as a whole
+        self._bad: set[int] = set()  # of which a part that is on its way is not finite
+        self._late: dict[int, torch.Tensor] = {}
 
     def begin(self, rows: Sequence[_Row]) -> None:
         """Watches a pass over the parameters of a store."""
         self.end()
-        self._arrived, self._sent, self._late = {}, set(), False
         for row in rows if self._start_sum is not None else ():
+            self._row = row
             row.exchange.forget()
             for number, parameter in enumerate(row.store.tensors):
                 if parameter is not None and parameter.requires_grad:
                     hook = _torch.LibraryHook(functools.partial(self._arrive, row, number))
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
-    def end(self) -> bool:
-        """Ends the watch; tells whether a gradient was added to after it had been sent."""
+    def taken(self) -> dict[int, torch.Tensor]:
+        """The gradients that have come, by the name of the parameter; something stands in for those that are gone."""
+        return self._by_name(self._gone | self._arrived)
+
+    def end(self) -> dict[int, torch.Tensor]:
+        """Ends the watch; what was added to gradients after they had been sent, by the name of the parameter."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
-        late, self._late = self._late, False
+        late = self._by_name(self._late)
+        self._handles, self._row = [], None
+        self._arrived, self._sent, self._gone, self._bad, self._late = {}, set(), {}, set(), {}
         return late
+
+    def put_back(self) -> None:
+        """Ends the watch of a pass that has failed: parameters get back what has not been sent."""
+        for number, gradient in self._arrived.items():
+            parameter = self._row.store.tensors[number] if self._row is not None else None
+            if parameter is not None:
+                parameter.grad = gradient
+        self.end()
+
+    def _by_name(self, gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        placements = self._row.store.placements if self._row is not None else ()
+        return {placements[number].name: gradient for number, gradient in gradients.items()}
 
     @torch.no_grad()
     def _arrive(self, row: _Row, number: int, parameter: torch.Tensor) -> None:
-        gradient = _flat(parameter.grad, row.store.placements[number])
-        if gradient is None or self._start_sum is None:
+        gradient, placement = parameter.grad, row.store.placements[number]
+        if gradient is None or gradient.is_sparse or self._start_sum is None:
             return
-        self._late |= number in self._sent
-        self._arrived[number] = gradient
+        parameter.grad = None
+        into = self._late if number in self._sent else self._arrived
+        before = into.get(number)  # a pass within the pass (checkpointing) may come back to a parameter
+        into[number] = laid_out(gradient if before is None else before + gradient, placement)
         exchange = row.exchange
         while (segments := exchange.next_segments()) and all(each in self._arrived for each in segments):
-            exchange.send_early(self._arrived, self._start_sum)
+            flat = {each: _in_one_row(self._arrived[each]) for each in segments}
+            done, bad = exchange.send_early(flat, self._start_sum)
             self._sent.update(segments)
+            self._bad.update(bad)
+            for each in done:
+                del self._arrived[each]
+                self._gone[each] = _SENT_NOT_FINITE if each in self._bad else _SENT
 
 
 def _flat(gradient: torch.Tensor | None, placement: Placement) -> torch.Tensor | None:
     """A gradient as a flat vector in the order of its parameter's memory; not one that is sparse."""
     if gradient is None or gradient.is_sparse:
         return None
-    return laid_out(gradient, placement).as_strided((placement.numel,), (1,))
+    return _in_one_row(laid_out(gradient, placement))
+
+
+def _in_one_row(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.as_strided((gradient.numel(),), (1,))
 
 
 _is_sparse = operator.attrgetter("is_sparse")

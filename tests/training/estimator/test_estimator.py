@@ -64,6 +64,15 @@ def test_train_equals_plain_torch(tmp_path: Path, strategy: sg.Strategy | None) 
         torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-4)
 
 
+def test_training_with_gradients_that_travel_as_bf16_is_close_to_plain_torch(tmp_path: Path, four_cpus: None) -> None:
+    record = Record()
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"], exchange_dtype="bf16") as strategy:
+        make(tmp_path, strategy).train(one_pass, hooks=[record])
+    losses, _ = plain_torch()
+    assert record.losses == pytest.approx(losses, abs=0.01)
+    assert record.losses != pytest.approx(losses, abs=1e-6)
+
+
 def test_losses_of_a_shuffled_input_are_those_of_one_device(tmp_path: Path, mirrored: sg.MirroredStrategy) -> None:
     records = [Record(), Record()]
     for record, strategy, name in zip(records, (sg.OneDeviceStrategy(), mirrored), "ab", strict=True):

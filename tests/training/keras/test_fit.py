@@ -212,6 +212,14 @@ def test_fit_on_three_replicas_is_that_of_one_device(three_replicas: sg.Strategy
     assert_equal(fit(*CASES[case], three_replicas), fit(*CASES[case], None))
 
 
+def test_fit_with_gradients_that_travel_as_bf16_is_close_to_that_of_one_device(four_cpus: None) -> None:
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"], exchange_dtype="bf16") as strategy:
+        ours, theirs = (fit(*CASES["own train_step"], each) for each in (strategy, None))
+    assert_equal(ours, theirs, 0.02)
+    with pytest.raises(AssertionError):  # they did
+        assert_equal(ours, theirs, 1e-6)
+
+
 def test_evaluate_and_predict_are_those_of_one_device(strategy: sg.Strategy) -> None:
     (model, _), (plain, _) = fit(*CASES["more metrics"], strategy), fit(*CASES["more metrics"], None)
     for batch_size, end in ((1, 7), (7, 50), (50, 50)):
