@@ -47,8 +47,8 @@ class ClusterResults(Results):
                 yield ratio(what, self.steps, model, programs, speed, _AGAINST_DDP.get((model, size)))
         for model in self._models_with_bf16():
             programs = Program("workers_bf16", 2), Program("workers", 2)
-            for what, of in (("examples/s", speed), ("bytes", loopback_mb)):
-                what = f"gradients as bf16: {what} of float32, {model}, 2 workers"
+            for unit, of in (("examples/s", speed), ("bytes", loopback_mb)):
+                what = f"gradients as bf16: {unit} of float32, {model}, 2 workers"
                 yield ratio(what, self.steps, model, programs, of, at_most=of is loopback_mb)
         for model in self.models:
             programs = Program("central", _NUM_CENTRAL), Program("stratagem", _NUM_CENTRAL)
