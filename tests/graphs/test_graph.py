@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stratagem as sg
-from stratagem.errors import FeedError, GraphError, GraphTypeError, StrategyError
+from stratagem.errors import FeedError, GraphError, GraphTypeError, StratagemWarning, StrategyError
 from stratagem.graphs.nodes import NodeKind
 from tests.placement.conftest import two_products
 
@@ -255,6 +255,23 @@ def test_step_of_an_optimizer_is_fetched_as_updates_of_the_graph_and_never_as_no
                 session.run(fetch, {x: torch.ones(4, 3)})
         losses = [session.run([loss, graph.updates], {x: torch.ones(4, 3)})[0].item() for _ in range(3)]
     torch.testing.assert_close(losses, [9.0, 1.44, 0.2304])
+
+
+def test_session_that_never_takes_a_recorded_step_says_so_when_it_ends() -> None:
+    with sg.Graph() as graph:
+        x, w, loss = linear_loss()
+        loss.backward()
+        torch.optim.SGD([w], lr=0.1).step()
+    fed = {x: torch.ones(4, 3)}
+    session = sg.Session(graph)
+    session.run(loss, fed)
+    session.run(loss, fed)
+    with pytest.warns(StratagemWarning, match=r"recorded a step of SGD at .*test_graph.*2 runs.*graph\.updates"):
+        session.close()
+    for fetches in ([loss], [loss, [loss, graph.updates]]):  # one look at the loss, or a training: no word
+        with sg.Session(graph) as session:
+            for fetch in fetches:
+                session.run(fetch, fed)
 
 
 @pytest.mark.parametrize("of_module", [False, True])

@@ -27,7 +27,7 @@ from stratagem.errors import GraphError, GraphTypeError
 from stratagem.graphs.graph_tensor import GraphTensor, RecordingMode
 from stratagem.graphs.nodes import Initializer, Node, NodeKind, NodeOutput, described, same_form
 from stratagem.graphs.recorder import GraphRecorder
-from stratagem.graphs.trace_optimizers import refuse_state_in_graphs
+from stratagem.graphs.trace_optimizers import watch_steps
 from stratagem.placement import scopes
 
 Shape: TypeAlias = Sequence[int] | int
@@ -64,7 +64,7 @@ class Graph(StaysHere):
     def __init__(self, *, _recorder: GraphRecorder | None = None) -> None:
         self.recorder = _recorder or GraphRecorder()
         self._entered: list[contextlib.ExitStack] = []
-        refuse_state_in_graphs()
+        watch_steps()
 
     @property
     def nodes(self) -> tuple[Node, ...]:

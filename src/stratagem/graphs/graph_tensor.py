@@ -26,6 +26,10 @@ class Recorder(Protocol):
         """The unknown sizes of the graph, if it has any."""
 
     @property
+    def optimizer_steps(self) -> list[str]:
+        """The steps of optimizers in it, each with its line."""
+
+    @property
     def is_trace(self) -> bool:
         """Whether a function is recorded as a whole."""
 

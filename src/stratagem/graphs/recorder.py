@@ -55,6 +55,7 @@ class GraphRecorder:
     Attributes:
         sizes: The unknown sizes of the graph, if it has any.
         drawn: The random numbers that the program has made while it recorded.
+        optimizer_steps: The steps of optimizers in it, each with its line.
     """
 
     def __init__(self, *, is_trace: bool = False) -> None:
@@ -62,6 +63,7 @@ class GraphRecorder:
         self.names = NameCounter()
         self.sizes: UnknownSizes | None = None
         self.assignments: dict[Node, Node] = {}
+        self.optimizer_steps: list[str] = []
         self._made: list[weakref.ref[GraphTensor]] = []
         self.is_trace = is_trace
         self._adopted: dict[int, tuple[torch.Tensor, Cell]] = {}

@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from stratagem import _torch, _tree
+from stratagem._caller import shown_line, users_line
 from stratagem.errors import GraphError
 from stratagem.graphs.graph_tensor import GraphTensor
 
@@ -63,20 +64,24 @@ def recordable_optimizers() -> Iterator[None]:
 
 
 @functools.cache
-def refuse_state_in_graphs() -> None:
-    """From now on, a step of an optimizer with state is refused in a graph that is recorded line by line."""
-    register_optimizer_step_post_hook(_refuse_state)
+def watch_steps() -> None:
+    """From now on, graphs that are recorded line by line know of steps of optimizers, and refuse those with state."""
+    register_optimizer_step_post_hook(_note_step)
 
 
-def _refuse_state(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for parameter, state in optimizer.state.items():
-        of_graph = [each for each in (parameter, parameter.grad) if isinstance(each, GraphTensor)]
-        if _tree.leaves(state) and any(not each.recorder.is_trace for each in of_graph):
-            raise GraphError(
-                f"{type(optimizer).__name__} keeps state from step to step, and a graph that is recorded line by line "
-                f"would repeat its first step in each run. Write the step as a function of a model and record it with "
-                f"sg.trace(step, sg.TensorSpec(...)); or write the update with torch.autograd.grad and sg.assign"
-            )
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    concerned = [each for each in parameters if isinstance(each.grad, GraphTensor) and not each.grad.recorder.is_trace]
+    if not concerned:
+        return
+    name = type(optimizer).__name__
+    if any(_tree.leaves(optimizer.state.get(each, {})) for each in concerned):
+        raise GraphError(
+            f"{name} keeps state from step to step, and a graph that is recorded line by line would repeat its first "
+            f"step in each run. Write the step as a function of a model and record it with sg.trace(step, "
+            f"sg.TensorSpec(...)); or write the update with torch.autograd.grad and sg.assign"
+        )
+    concerned[0].grad.recorder.optimizer_steps.append(f"a step of {name} at {shown_line(*users_line())}")
 
 
 def _start(optimizer: torch.optim.Optimizer) -> None:

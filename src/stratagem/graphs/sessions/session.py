@@ -16,12 +16,12 @@ from typing import Any, Protocol, Self, TypeAlias, final
 import torch
 
 from stratagem import _torch
-from stratagem._caller import calling_line
+from stratagem._caller import calling_line, warn_caller
 from stratagem._checks import StaysHere
 from stratagem.devices.device_spec import DeviceSpec
-from stratagem.errors import GraphTypeError, SessionError
+from stratagem.errors import GraphTypeError, SessionError, StratagemWarning
 from stratagem.graphs.graph import Graph, get_default_graph
-from stratagem.graphs.nodes import Node, NodeOutput
+from stratagem.graphs.nodes import Node, NodeKind, NodeOutput
 from stratagem.graphs.sessions.fetches import Fetches, read_feeds, read_fetches
 from stratagem.graphs.sessions.local_devices import LocalFleet
 from stratagem.graphs.sessions.node_devices import NodePlace, Placer
@@ -129,6 +129,7 @@ class Session(StaysHere):
         )
         self._closed_at: str | None = None
         self._running = threading.Lock()
+        self._num_runs = 0
 
     def run(self, fetches: Any, feed_dict: Mapping[Any, Any] | None = None) -> Any:
         """Computes what is fetched.
@@ -190,6 +191,19 @@ class Session(StaysHere):
             self._forgotten.detach()
             if os.getpid() == self._process:  # a fork has neither its threads nor its connections
                 self._fleet.close()
+                self._warn_of_steps_never_taken()
+
+    def _warn_of_steps_never_taken(self) -> None:
+        """Says that an optimizer's step was recorded, and nothing was trained; on a cluster others may do so."""
+        recorded = self.graph.recorder.optimizer_steps
+        if not (recorded and self._num_runs > 1 and self._fleet.shares_memory):
+            return
+        if not any(node.kind is NodeKind.ASSIGN for plan in self._plans.values() for node in plan.nodes):
+            warn_caller(
+                f"the graph has recorded {recorded[0]}, and none of the {self._num_runs} runs of this session has "
+                f"fetched it, so nothing was trained; fetch it with session.run([loss, graph.updates])",
+                StratagemWarning,
+            )
 
     def close_idle(self) -> None:
         """Closes the session unless it is computing."""
@@ -225,6 +239,7 @@ class Session(StaysHere):
         run = Run(plan, feeds, workers, self._fleet.abandon, self._numbers(plan, feeds))
         run.execute()
         self._fleet.commit(run, places)
+        self._num_runs += bool(asked.returned)
         results = {output: _result(output, run.owned(run.values[output].cpu())) for output in asked.returned}
         self._log.record(plan, run.num_bytes)
         return asked.filled(results)
