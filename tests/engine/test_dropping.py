@@ -3,10 +3,12 @@
 import contextlib
 import gc
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -133,3 +135,58 @@ def test_strategy_that_has_not_run_refuses_training_outside_and_lets_go_when_clo
     with sg.MirroredStrategy(["cpu:2"]) as second:
         second.adopt(model)
         assert second.run(lambda: model.weight.shape[1]).values == (2,)
+
+
+class Holder:
+    """Something of the program's own that steps use."""
+
+    large: Any = None
+
+
+class Large:
+    """Large values of many kinds in an object, and who else has them."""
+
+    def __init__(self, holder: Any) -> None:
+        arrays = [np.ones(100_000) for _ in range(3)]
+        tensor = torch.ones(100_000)
+        self._references = [weakref.ref(each) for each in (*arrays, tensor)]
+        self._texts = ["x" * 100_000, b"x" * 100_000]
+        self._num_own = self._users()
+        nested, many = {"in a list": [arrays[1]]}, [arrays[2], *range(2000)]
+        holder.large = [arrays[0], tensor, nested, many, *self._texts, tuple(self._texts)]
+
+    def _users(self) -> list[int]:
+        return list(map(sys.getrefcount, self._texts))
+
+    def are_kept(self) -> bool:
+        gc.collect()
+        return any(each() is not None for each in self._references) or self._users() != self._num_own
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"]),
+        lambda: sg.ParameterServerStrategy(num_workers=2, consistency=sg.Synchronous()),
+    ],
+    ids=["mirrored", "parameter server"],
+)
+def test_large_values_that_the_program_drops_are_not_kept(make: Callable[[], sg.Strategy]) -> None:
+    holder, kept = Holder(), Holder()
+    with make() as strategy:
+        model, _, step = build(strategy.scope())
+        large = [Large(each) for each in (model, holder, kept)]
+        users: Any = model, holder, kept
+
+        def using() -> list[int]:
+            return [len(each.large) for each in users]
+
+        for _ in range(2):
+            strategy.run(using)
+        assert all(each.are_kept() for each in large)
+        users[0].large = users[1].large = None
+        for _ in range(2):
+            strategy.run(step)  # which uses neither
+        assert [each.are_kept() for each in large] == [False, False, True]
+    kept.large = None
+    assert not large[-1].are_kept()

@@ -437,6 +437,36 @@ def clipped_and_scaled_by_torch(on: Runner) -> Any:
     return [in_two_runs(on, change) for change in (by_norm, by_value, replaced, dropped)]
 
 
+@programs()
+def gradients_become_views_of_one_vector(on: Runner) -> Any:
+    """As programs do that send or compress all of them at once; what is written to the vector counts."""
+    flat: list[torch.Tensor] = []
+
+    def halved(model: nn.Module) -> None:
+        parameters = list(model.parameters())
+        if parameters[0].grad._base is None:
+            flat[:] = [torch.cat([each.grad.flatten() for each in parameters])]
+            for each, part in zip(parameters, flat[0].split([each.numel() for each in parameters]), strict=True):
+                each.grad = part.view_as(each)
+        flat[0].data.mul_(0.5)
+
+    return in_two_runs(on, halved), in_two_runs(on, halved, to_none=False), flat[0]
+
+
+@programs()
+def arrays_of_gradients_are_written_to_later(on: Runner) -> Any:
+    arrays: list[Any] = []
+
+    def halved(model: nn.Module) -> None:
+        for each in arrays:
+            each[...] = 5.0  # of the pass before: nobody has it any more
+        arrays[:] = [each.grad.numpy() if each.is_cpu else each.grad for each in model.parameters()]
+        for each in arrays:
+            each[...] = each * 0.5
+
+    return in_two_runs(on, halved)
+
+
 # What a program keeps of a gradient
 
 

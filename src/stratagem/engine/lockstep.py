@@ -370,6 +370,7 @@ class LocalReplicas(Driver):
         self._held.bring_state_home()
 
     def _give_up(self, cause: BaseException | None) -> None:
+        self._captured.forget()
         if cause is not None:
             self._workers.fail(cause)
 

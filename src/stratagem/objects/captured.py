@@ -130,8 +130,8 @@ class Captured:
 
     def forget(self) -> None:
         """Children may have anything: what the main program has is sent anew."""
-        self._dropped += [node.name for node in self._nodes.values()]
-        self._nodes.clear()
+        for key, node in list(self._nodes.items()):
+            self.drop(key, node.name)
         self._in_run, self._again = [], None
         for node in self._distributed.values():
             node.state, node.stamp = dict.fromkeys(node.state, _UNKNOWN), None
@@ -204,7 +204,7 @@ class Captured:
         node = self._nodes.get(key)
         if node is not None and node.name == name:
             del self._nodes[key]
-            node.is_dropped = True
+            node.let_go()
             self._dropped.append(name)
 
     def drop_owner(self, key: int, name: int) -> None:

@@ -25,8 +25,15 @@ FLOATS: Final = frozenset({float, complex, *(np.dtype(code).type for code in np.
 FIXED: Final = VALUES | FLOATS
 """What never changes."""
 
+_MAX_KEPT: Final = 2**16  # characters or bytes
+
 MAX_WALKED: Final = 1000
 """How many elements a container may have before it is compared as a whole."""
+
+
+def is_long(value: Any) -> bool:
+    """Whether a value that never changes is a text or bytes too long to be kept for a comparison."""
+    return type(value) in (str, bytes) and len(value) > _MAX_KEPT
 
 
 @final

@@ -61,6 +61,11 @@ class KnownObject:
                 return function.__closure__[place]  # type: ignore[index]
         return self.strong
 
+    def let_go(self) -> None:
+        """Keeps nothing of it: others may still know this one."""
+        self.is_dropped = True
+        self.state, self.stamp, self.strong = {}, None, None
+
     def keep_cell(self, cell: types.CellType) -> None:
         """Keeps a cell beyond its functions, for those defined anew; not one that could lead back to itself."""
         self.strong = cell if is_filled(cell) and isinstance(cell.cell_contents, _KEPT_IN_CELLS) else None

@@ -14,7 +14,7 @@ import torch
 
 from stratagem import _torch
 from stratagem.objects import kinds
-from stratagem.objects.comparing import FIXED
+from stratagem.objects.comparing import FIXED, is_long
 from stratagem.objects.token_maker import DEFINITIONS
 from stratagem.processes.packing import travels_by_value
 from stratagem.processes.registry import Registry
@@ -26,7 +26,7 @@ _SHORT: Final = 8  # looks: what changes again so soon changes often
 def stays_itself(value: Any, registry: Registry) -> bool:
     """Whether a value can only be replaced, and does not change: plain ones, distributed ones, those of libraries."""
     if type(value) in FIXED or (type(value) is tuple and FIXED.issuperset(map(type, value))):
-        return True
+        return not (any(map(is_long, value)) if type(value) is tuple else is_long(value))
     return value in registry or (isinstance(value, DEFINITIONS) and not travels_by_value(value))
 
 

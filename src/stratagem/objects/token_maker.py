@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stratagem import _torch
 from stratagem.objects import kinds
-from stratagem.objects.comparing import FLOATS, MAX_WALKED, VALUES, Glance, Same, Token
+from stratagem.objects.comparing import FLOATS, MAX_WALKED, VALUES, Glance, Same, Token, is_long
 from stratagem.objects.kind import CONTENT, Kind
 from stratagem.processes.packing import pack, travels_by_value
 
@@ -41,7 +41,7 @@ class TokenMaker:
         """What a value is compared by."""
         kind = type(value)
         if kind in VALUES:
-            return kind, value
+            return (kind, len(value), hash(value)) if is_long(value) else (kind, value)
         if kind in FLOATS:
             return kind, repr(value)
         name = self._name_of(value)

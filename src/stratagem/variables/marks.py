@@ -120,4 +120,9 @@ def _form(tensor: torch.Tensor) -> Any:
 
 def _is(tensor: torch.Tensor, before: torch.Tensor) -> bool:
     """Whether the values of a tensor have the same bits as a copy."""
-    return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (_values(tensor), before)))
+    return torch.equal(*(_bytes(each) for each in (_values(tensor), before)))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # whatever steps axes of length 1 have

@@ -150,6 +150,8 @@ class ParameterWorkers(Driver):
         self.scheduler.cancel_all(
             lambda: StrategyError(f"{self._name} was closed at {self.closed_at} before this step was done")
         )
+        for record in list(self.scheduler.records.values()):
+            record.captured.forget()
 
     # What `distribution` needs
 
