@@ -240,7 +240,7 @@ def values_given_in_many_ways(on: Runner) -> Any:
             each.data = each.data * 0.5
 
     def data_of_another(training: Training) -> None:
-        training.model.head.weight.data = torch.eye(4)
+        training.model.head.weight.data = torch.eye(4, device=training.model.head.weight.device)
 
     def from_a_vector(training: Training) -> None:
         vector = nn.utils.parameters_to_vector(training.model.parameters())
