@@ -137,6 +137,7 @@ class WindowExchange:
             whole = [piece for piece in of_small if self._is_whole(piece)]
             cut = [piece for piece in of_small if not self._is_whole(piece)]
             self._windows.append(_Window(start, shown, whole, cut, self._runs(own)))
+        self._sums = list(torch.split(self._sum, width)) if num_elements else []  # of the windows
         # Where small pieces are shown, for each window and each of its buffers.
         self._places: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._gaps: dict[int, torch.Tensor] = {}  # what lies between segments that are summed together
@@ -276,9 +277,7 @@ class WindowExchange:
 
     def _send_on(self, number: int) -> None:
         if self._between is not None:
-            start = self._windows[number].start
-            end = self._windows[number + 1].start if number + 1 < len(self._windows) else len(self._sum)
-            self._on_their_way.append(self._between(self._sum[start:end]))
+            self._on_their_way.append(self._between(self._sums[number]))
 
     def _show(self, vectors: Sequence[torch.Tensor | None], number: int, buffer: int) -> None:
         window, slot = self._windows[number], self._slots[buffer, self._signals.rank]
