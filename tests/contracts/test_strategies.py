@@ -409,11 +409,12 @@ def test_gradients_of_several_passes_equal_one_device(strategy: sg.Strategy, pas
     assert_equal_to_one_device(strategy, build, tolerance=2e-5)
 
 
-def test_parameters_that_a_pass_comes_back_to_equal_one_device(strategy: sg.Strategy) -> None:
+# So large that a part of it is on its way when the pass comes back, and so small that it is not.
+@pytest.mark.parametrize("width", [900, 300])
+def test_parameters_that_a_pass_comes_back_to_equal_one_device(strategy: sg.Strategy, width: int) -> None:
     def build() -> tuple[nn.Module, Callable[..., torch.Tensor]]:
         torch.manual_seed(1)
-        # So large that it is exchanged while the pass goes on; it is used again and again before.
-        model = nn.Sequential(nn.Linear(6, 900), nn.Linear(900, 900), nn.Linear(900, 3))
+        model = nn.Sequential(nn.Linear(6, width), nn.Linear(width, width), nn.Linear(width, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ hundreds of them, and each operation costs more than what it adds.
 
 import cmath
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
@@ -33,6 +34,9 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 # Begins to sum a flat tensor, in place; the function that it returns waits for the sum, and tells whether it is finite.
 StartSum = Callable[[torch.Tensor], Callable[[], bool]]
+
+# In the place of a vector that lies where its sum will be already.
+PLACED = torch.empty(0)
 
 # A piece of a segment: the segment's number, and where the piece starts and ends in the vector.
 Piece = tuple[int, int, int]
@@ -58,6 +62,11 @@ class _Window:
     small: list[Piece]
     cut: list[Piece]
     summed: list[list[Piece]]
+
+    @functools.cached_property
+    def segments(self) -> range:
+        """The segments that this replica sums a part of."""
+        return range(self.summed[0][0][0], self.summed[-1][-1][0] + 1) if self.summed else range(0)
 
 
 @final
@@ -129,6 +138,7 @@ class WindowExchange:
             whole = [piece for piece in of_small if self._is_whole(piece)]
             cut = [piece for piece in of_small if not self._is_whole(piece)]
             self._windows.append(_Window(start, shown, whole, cut, self._runs(own)))
+        self._sums = list(torch.split(self._sum, width)) if num_elements else []  # of the windows
         # Where small pieces are shown, for each window and each of its buffers.
         self._places: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._gaps: dict[int, torch.Tensor] = {}  # what lies between segments that are summed together
@@ -239,28 +249,46 @@ class WindowExchange:
         """The segments that the next window to be sent early consists of."""
         number = len(self._windows) - 1 - self._num_early
         # The last to go is never early: elsewhere it goes out after `add_up`, behind windows of other exchanges.
-        pieces = [piece for run in self._windows[number].summed for piece in run] if number > 0 else []
-        return range(pieces[0][0], pieces[-1][0] + 1) if pieces else range(0)
+        return self._windows[number].segments if number > 0 else range(0)
 
-    def send_early(self, vectors: Mapping[int, torch.Tensor], between: "StartSum") -> tuple[list[int], list[int]]:
+    def place(self, segment: int, vector: torch.Tensor, *, add: bool = False) -> bool:
+        """Puts a large segment where its sum will be, for a replica that is alone on its machine.
+
+        Args:
+            segment: Which.
+            vector: Its elements, in one row.
+            add: Whether they are added to what was put there before.
+        Returns:
+            Whether it is finite.
+        """
+        place = self._placed(segment)
+        return _add([place, vector] if add else [vector], place)
+
+    def taken_back(self, segment: int) -> torch.Tensor:
+        """A copy of what was put where the sum of a segment will be, in its form."""
+        return self._placed(segment).clone().as_strided(*self._forms[segment])
+
+    def _placed(self, segment: int) -> torch.Tensor:
+        offset, numel = self._segments[segment]
+        return self._sum[offset : offset + numel]
+
+    def send_early(self, vectors: Mapping[int, torch.Tensor], between: "StartSum") -> None:
         """Begins to sum the next window over the machines, before the others are there.
 
         For a replica that is alone on its machine. `add_up` takes the rest.
 
-        Returns:
-            The segments that are on their way as a whole now, and those in the window that are not finite.
+        Args:
+            vectors: The segments in the window that do not lie in their place.
+            between: How machines sum.
         """
         number = len(self._windows) - 1 - self._num_early
-        done, bad = [], []
         for segment, first, last in (piece for run in self._windows[number].summed for piece in run):
-            offset, piece = self._segments[segment][0], self._sum[first:last]
-            piece.copy_(vectors[segment][first - offset : last - offset])
-            done += [segment] * (first == offset)  # windows go from the last to the first
-            bad += [segment] * (not is_finite(piece))
+            if (vector := vectors.get(segment)) is not None:
+                offset = self._segments[segment][0]
+                self._sum[first:last].copy_(vector[first - offset : last - offset])
         self._between = between
         self._num_early += 1
         self._send_on(number)
-        return done, bad
 
     def kept_sum(self) -> torch.Tensor:
         """A copy of the sum."""
@@ -288,9 +316,7 @@ class WindowExchange:
 
     def _send_on(self, number: int) -> None:
         if self._between is not None:
-            start = self._windows[number].start
-            end = self._windows[number + 1].start if number + 1 < len(self._windows) else len(self._sum)
-            self._on_their_way.append(self._between(self._sum[start:end]))
+            self._on_their_way.append(self._between(self._sums[number]))
 
     def _show(self, vectors: Sequence[torch.Tensor | None], number: int, buffer: int) -> None:
         window, slot = self._windows[number], self._slots[buffer, self._signals.rank]
@@ -357,6 +383,8 @@ class WindowExchange:
         self._sum.index_fill_(0, self._gaps[key], 0)
 
     def _sum_piece(self, vector: torch.Tensor | None, piece: Piece, slots: torch.Tensor, start: int) -> bool:
+        if vector is PLACED:
+            return True  # for now: other machines have yet to add theirs
         segment, first, last = piece
         offset, parts = self._segments[segment][0], []
         for rank in range(self._signals.size):

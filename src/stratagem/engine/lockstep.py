@@ -108,8 +108,6 @@ class LocalReplicas(Driver):
         if self.runtime is not None:
             return self.runtime
         size = len(self._devices)
-        if self._devices[0].memory_limit_bytes is None:
-            self._started.enter_context(freed_memory_kept())
         self._started.enter_context(hosting(self._devices[0]))
         if not self._recipe.kept_on:
             registry, device = weakref.ref(self.distribution.registry), self._devices[0]
@@ -133,6 +131,9 @@ class LocalReplicas(Driver):
         if self._join is None:
             return own
         (meeting, scratch), self._join = self._join, None
+        if self._devices[0].memory_limit_bytes is None:
+            # Not before: variables leave the memory that they were made in, which then goes back to the system.
+            self._started.enter_context(freed_memory_kept())
         if len(self._devices) > 1:
             with self._or_end():
                 self._group.start()

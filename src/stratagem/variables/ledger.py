@@ -62,7 +62,7 @@ class Transport(Protocol):
     def taken(self) -> Mapping[int, torch.Tensor]:
         """Gradients of the pass that it has taken from their parameters, by name.
 
-        For one that is on its way already something stands in that takes no memory; it is finite if the gradient was.
+        For one that it has given up something stands in that takes no memory; it is finite if the gradient was.
         """
 
     def sum(self, gradients: Mapping[int, torch.Tensor]) -> Summed:

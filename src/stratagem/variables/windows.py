@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 
 from stratagem import _torch
-from stratagem.collectives.exchange import StartSum, WindowExchange
+from stratagem.collectives.exchange import PLACED, StartSum, WindowExchange
 from stratagem.errors import StrategyError
 from stratagem.variables.ledger import Summed, Watched
 from stratagem.variables.marks import addresses
@@ -22,8 +22,8 @@ from stratagem.variables.participant import Participant
 from stratagem.variables.store import Homes, Placement, Store, laid_out
 
 FINITE_FLAG, ALL_FINITE_FLAG, IN_TIME_FLAG, SPARSE_FLAG, ALL_SPARSE_FLAG = 0, 3, 4, 8, 9
-# In the place of gradients that are on their way.
-_SENT, _SENT_NOT_FINITE = torch.zeros(()), torch.full((), torch.nan)
+# In the place of gradients that have been given up.
+_FINITE, _NOT_FINITE = torch.zeros(()), torch.full((), torch.nan)
 
 
 @final
@@ -217,8 +217,8 @@ class _Row:
         """This replica's own gradients: large ones flat, in the order of their parameter's memory."""
         vectors = list(map(gradients.get, self._names))
         for number, placement in self._large:
-            if vectors[number] is not _SENT and vectors[number] is not _SENT_NOT_FINITE:
-                vectors[number] = _flat(vectors[number], placement)
+            is_placed = vectors[number] is _FINITE or vectors[number] is _NOT_FINITE
+            vectors[number] = PLACED if is_placed else _flat(vectors[number], placement)
         return vectors
 
     def named(self, present: Sequence[bool]) -> list[int]:
@@ -230,8 +230,8 @@ class _Row:
 class _EarlyWindows:
     """Sends gradients to other machines while the backward pass goes on, from a replica that is alone on its own.
 
-    A gradient that has come is taken from its parameter, and given up once it is on its way: beside the sums there
-    is only memory for those that are waiting for their neighbours.
+    A gradient that has come is taken from its parameter. A large one is copied to where its sum will be and given up:
+    gradients take memory once.
 
     Args:
         start_sum: Begins to sum a flat tensor over the machines; `None` if nothing is sent early.
@@ -243,8 +243,7 @@ class _EarlyWindows:
         self._row: _Row | None = None
         self._arrived: dict[int, torch.Tensor] = {}  # by the number of the segment
         self._sent: set[int] = set()  # of which a part is on its way
-        self._gone: dict[int, torch.Tensor] = {}  # what stands for those that are on their way as a whole
-        self._bad: set[int] = set()  # of which a part that is on its way is not finite
+        self._placed: dict[int, torch.Tensor] = {}  # what stands for those that were given up
         self._late: dict[int, torch.Tensor] = {}
 
     def begin(self, rows: Sequence[_Row]) -> None:
@@ -259,8 +258,8 @@ class _EarlyWindows:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def taken(self) -> dict[int, torch.Tensor]:
-        """The gradients that have come, by the name of the parameter; something stands in for those that are gone."""
-        return self._by_name(self._gone | self._arrived)
+        """The gradients that have come, by the name of the parameter, or what stands for them."""
+        return self._by_name(self._placed | self._arrived)
 
     def end(self) -> dict[int, torch.Tensor]:
         """Ends the watch; what was added to gradients after they had been sent, by the name of the parameter."""
@@ -268,15 +267,18 @@ class _EarlyWindows:
             handle.remove()
         late = self._by_name(self._late)
         self._handles, self._row = [], None
-        self._arrived, self._sent, self._gone, self._bad, self._late = {}, set(), {}, set(), {}
+        self._arrived, self._sent, self._placed, self._late = {}, set(), {}, {}
         return late
 
     def put_back(self) -> None:
         """Ends the watch of a pass that has failed: parameters get back what has not been sent."""
-        for number, gradient in self._arrived.items():
-            parameter = self._row.store.tensors[number] if self._row is not None else None
-            if parameter is not None:
-                parameter.grad = gradient
+        row = self._row
+        if row is not None:
+            unsent = self._placed.keys() - self._sent
+            gradients = self._arrived | {number: row.exchange.taken_back(number) for number in unsent}
+            for number, gradient in gradients.items():
+                if (parameter := row.store.tensors[number]) is not None:
+                    parameter.grad = gradient
         self.end()
 
     def _by_name(self, gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -289,18 +291,27 @@ class _EarlyWindows:
         if gradient is None or gradient.is_sparse or self._start_sum is None:
             return
         parameter.grad = None
-        into = self._late if number in self._sent else self._arrived
-        before = into.get(number)  # a pass within the pass (checkpointing) may come back to a parameter
-        into[number] = laid_out(gradient if before is None else before + gradient, placement)
         exchange = row.exchange
-        while (segments := exchange.next_segments()) and all(each in self._arrived for each in segments):
-            flat = {each: _in_one_row(self._arrived[each]) for each in segments}
-            done, bad = exchange.send_early(flat, self._start_sum)
+        # A pass within the pass (checkpointing) may come back to a parameter.
+        if number in self._sent:
+            self._late[number] = _added(self._late.get(number), gradient, placement)
+        elif exchange.is_small(number):
+            self._arrived[number] = _added(self._arrived.get(number), gradient, placement)
+        else:
+            vector = _in_one_row(laid_out(gradient, placement))
+            is_finite = exchange.place(number, vector, add=number in self._placed)
+            self._placed[number] = _FINITE if is_finite else _NOT_FINITE
+        while (segments := exchange.next_segments()) and all(map(self._has_come, segments)):
+            flat = {each: _in_one_row(self._arrived[each]) for each in segments if each in self._arrived}
+            exchange.send_early(flat, self._start_sum)
             self._sent.update(segments)
-            self._bad.update(bad)
-            for each in done:
-                del self._arrived[each]
-                self._gone[each] = _SENT_NOT_FINITE if each in self._bad else _SENT
+
+    def _has_come(self, number: int) -> bool:
+        return number in self._placed or number in self._arrived
+
+
+def _added(before: torch.Tensor | None, gradient: torch.Tensor, placement: Placement) -> torch.Tensor:
+    return laid_out(gradient if before is None else before + gradient, placement)
 
 
 def _flat(gradient: torch.Tensor | None, placement: Placement) -> torch.Tensor | None:
