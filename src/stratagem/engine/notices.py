@@ -96,6 +96,16 @@ class Stragglers:
             )
 
 
+def about_schedule(changed: str) -> None:
+    """Warns that a step has changed a learning rate in one worker of several that do not take the same steps."""
+    warn_caller(
+        f"a step has changed {changed} in its worker; each worker has a copy of its own, which counts the steps of "
+        f"that worker only, and the main program's is as before: the learning rate is not the one of the schedule. "
+        f"Call scheduler.step() in the main program, after each strategy.run(); all workers then get the new rate",
+        StratagemWarning,
+    )
+
+
 def about_tokens(losses: Sequence[torch.Tensor], num_looks: int) -> int:
     """Looks whether a loss that counts by its rows is a mean over targets of which some are left out.
 
