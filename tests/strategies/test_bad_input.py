@@ -479,7 +479,7 @@ def test_errors_that_cannot_travel(
     with pytest.raises(ReplicaError, match=f"replica 1 raised .*{line}") as caught:
         strategy.run(step, args=(1,))
     assert "raise make()" in caught.value.__notes__[0]
-    with pytest.raises(ReplicaError, match=f"a worker raised .*{line}"):
+    with pytest.raises(ReplicaError, match=f"worker 0 raised .*{line}"):
         repr(servers.run(step, args=(0,)))
     with pytest.raises(type(make())), sg.MirroredStrategy(["cpu:2", "cpu:3"]):
         raise make()

@@ -183,7 +183,8 @@ class LocalReplicas(Driver):
                 self._disconnect(own)
                 self.distribution.forget_state(own)
                 with self.with_workers():
-                    raise_first(error, failures)
+                    is_one_of_several = len(self._devices) > 1 or self._workers.size > 1
+                    raise_first(error, failures, own.global_rank if is_one_of_several else None)
             if own.unsettled or any(answer.unsettled for answer in answers):
                 self._publish_written(own)
         try:

@@ -15,6 +15,7 @@ import torch
 
 from stratagem import _integrations, _tensorflow_names, _torch, _tree, inputs
 from stratagem._checks import StaysHere, require_count
+from stratagem._parallel_wrappers import advise
 from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.devices.device import LogicalDevice
 from stratagem.engine import context
@@ -23,6 +24,7 @@ from stratagem.errors import PreemptedExit, StrategyError
 from stratagem.objects import per_replica
 from stratagem.objects.per_replica import PerReplica
 from stratagem.objects.step_arguments import StepArguments
+from stratagem.processes.losses import leave_users_frames
 from stratagem.processes.numbered import plain
 
 
@@ -92,13 +94,20 @@ class Strategy(StaysHere, ABC):
             given = tuple(args)
             try:
                 return self._run(fn, StepArguments(given, dict(kwargs or {})))[0]
-            except TypeError as error:
-                if misfit := _misfit(fn, given, kwargs):
+            except BaseException as error:
+                if isinstance(error, TypeError) and (misfit := _misfit(fn, given, kwargs)):
                     error.add_note(misfit)
+                advise(error)
+                leave_users_frames(error)
                 raise
         if not isinstance(args, inputs.Pass) and (misfit := _misfit(fn, args, kwargs)):
             raise StrategyError(misfit)
-        return run_steps(self._run, fn, inputs.Drawing(args, dict(kwargs or {}), num_steps), self._most_steps)
+        try:
+            return run_steps(self._run, fn, inputs.Drawing(args, dict(kwargs or {}), num_steps), self._most_steps)
+        except BaseException as error:
+            advise(error)
+            leave_users_frames(error)
+            raise
 
     @abstractmethod
     def _run(self, fn: Callable[..., Any], arguments: StepArguments) -> list[Any]:
@@ -487,8 +496,9 @@ class _Scope(contextlib.ContextDecorator, contextlib.AbstractContextManager[Any]
         self._entered.append(block)
         return strategy
 
-    def __exit__(self, *failure: Any) -> bool | None:
-        return self._entered.pop().__exit__(*failure)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+        advise(error)
+        return self._entered.pop().__exit__(kind, error, trace)
 
 
 def run_steps(
