@@ -7,6 +7,8 @@ where a program uses one, or a process group, with a strategy.
 import sys
 from typing import Any, Final
 
+import torch
+
 from stratagem.errors import StrategyError, in_words
 
 _NOT_NEEDED: Final = "the strategy divides batches and sums gradients itself. Leave it out: model = Net()"
@@ -49,6 +51,9 @@ def refuse_wrapper(obj: Any) -> None:
 def advise(error: BaseException | None) -> None:
     """Adds to an error of torch what to write instead, if it is one of those that such programs meet."""
     if not isinstance(error, AttributeError | ValueError | RuntimeError):
+        return
+    owner = getattr(error, "obj", None)  # of an error that comes from a child it is not known
+    if owner is not None and not isinstance(owner, torch.nn.Module):
         return
     words = next((advice for part, advice in _ADVICE.items() if part in in_words(error)), None)
     if words is not None and words not in getattr(error, "__notes__", ()):

@@ -231,6 +231,9 @@ def test_errors_of_torch_that_ddp_programs_meet_say_what_to_write(
             with pytest.raises(kind) as raised:
                 strategy.run(step)
             assert advice in "\n".join(raised.value.__notes__)
+        with pytest.raises(AttributeError) as raised:
+            strategy.run(lambda: strategy.run.module)  # type: ignore[attr-defined]
+        assert "model.module" not in "\n".join(getattr(raised.value, "__notes__", ()))
         with pytest.raises(ValueError, match="process group") as raised, strategy.scope():
             torch.distributed.barrier()
         assert "Leave out init_process_group" in "\n".join(raised.value.__notes__)
