@@ -50,11 +50,16 @@ def kernels() -> Iterator[Nursery]:
 def execute(file: Path, kernels: Nursery) -> Any:
     """The notebook with the outputs that its cells give now."""
     notebook = read(file)
-    with _kernel(kernels, file.parent) as client:
+    execute_cells(notebook, kernels, file.parent)
+    return notebook
+
+
+def execute_cells(notebook: Any, kernels: Nursery, folder: Path) -> None:
+    """Gives the cells of a notebook the outputs that they give now, in a kernel that works in a folder."""
+    with _kernel(kernels, folder) as client:
         for cell in notebook.cells:
             if cell.cell_type == "code":
                 _execute(cell, client)
-    return notebook
 
 
 def read(file: Path) -> Any:

@@ -18,7 +18,8 @@ LAYERS = (
 )
 APART = {"graphs": ("devices", "placement", "cluster")}  # which nothing imports
 BASE = {
-    *("errors", "_env", "_caller", "_checks", "_clock", "_dtypes", "_integrations", "_tensorflow_names", "_torch"),
+    *("errors", "_env", "_caller", "_checks", "_clock", "_dtypes", "_integrations", "_parallel_wrappers"),
+    *("_tensorflow_names", "_torch"),
     *("_tree", "_turns"),
 }
 # The public face: may show anything, and nothing inside may look back at it.

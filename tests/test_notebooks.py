@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 
-from tests import notebooks
+from tests import documents, notebooks
 from tests.cluster.nursery import Nursery
 
 pytestmark = [pytest.mark.docs, pytest.mark.timeout(240)]
@@ -28,6 +29,30 @@ def test_cells_give_the_outputs_that_the_notebook_shows(file: Path, kernels: Nur
     for old, new in zip(kept.cells, found.cells, strict=True):
         assert [described(each) for each in new.get("outputs", ())] == [described(each) for each in outputs_of(old)]
         assert_alike(notebooks.text_of(new), notebooks.text_of(old), old.metadata.get("tags", ()))
+
+
+def test_cells_of_the_guide_run_in_a_kernel(kernels: Nursery, tmp_path: Path) -> None:
+    blocks = documents.blocks_of((documents.ROOT / "docs/guides/notebooks.md").read_text())
+    sources = [block.code for block in blocks]
+    sources += [
+        """
+import sys, traceback
+strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+try:
+    strategy.run(failing, args=next(iter(strategy.distribute(data, global_batch_size=64))))
+except ValueError as error:
+    traceback.print_exception(error, file=sys.stdout)
+strategy.close()
+"""
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    notebooks.execute_cells(notebook, kernels, tmp_path)
+    shown = [notebooks.text_of(cell) for cell in notebook.cells]
+    assert "epoch 2: loss" in shown[1]
+    assert shown[2].startswith("bad row 812 - raised in replica 1:\n")
+    assert "configure them before that line, or after strategy.close()" in shown[3]
+    assert 'Cell In[3], line 3, in failing\n    raise ValueError("bad row 812")\n' in shown[-1]
+    assert "stratagem" not in shown[-1], "the library's frames are left out"
 
 
 def outputs_of(cell: Any) -> list[Any]:

@@ -5,10 +5,13 @@ Owns the walk up the stack past the frames of stratagem and torch; errors, warni
 
 import contextlib
 import importlib.util
+import linecache
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
+from types import TracebackType
 from typing import Final
 
 _torch = importlib.util.find_spec("torch")  # the command line answers without importing it
@@ -19,6 +22,7 @@ LIBRARIES: Final = (
     f"{Path(_torch.origin).parent}{os.sep}" if _torch is not None and _torch.origin else os.devnull,
     contextlib.__file__,
 )
+_TRACE_LINE: Final = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)(?P<rest>.*)')
 
 
 def users_line() -> tuple[str, int]:
@@ -27,6 +31,13 @@ def users_line() -> tuple[str, int]:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
+
+
+def users_trace(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the first line on that is neither stratagem's nor torch's; nothing if all are."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(LIBRARIES):
+        trace = trace.tb_next
+    return trace
 
 
 def calling_line() -> str:
@@ -50,6 +61,18 @@ def cell_of(file: str) -> str | None:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     found = shell and shell.compile.format_code_name(file)
     return found[1] if found else None
+
+
+def with_cells(text: str) -> str:
+    """A traceback of another process, in which lines of cells are named as the notebook does, and shown."""
+    lines = []
+    for line in text.splitlines():
+        found = _TRACE_LINE.match(line)
+        cell = cell_of(found["file"]) if found else None
+        lines.append(f"  Cell {cell}, line {found['line']}{found['rest']}" if found and cell else line)
+        if found and cell and (source := linecache.getline(found["file"], int(found["line"])).strip()):
+            lines.append(f"    {source}")
+    return "\n".join(lines)
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:

@@ -37,10 +37,11 @@ from torch.optim import optimizer as _optimizers
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
 
 from stratagem.errors import StrategyError
 
-__all__ = ["BatchNorm", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "pin_memory"]
+__all__ = ["BatchNorm", "DataLoaderIterator", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "pin_memory"]
 
 _any_torch: Final[Any] = torch  # whose annotations leave some of these out
 

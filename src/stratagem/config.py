@@ -108,7 +108,7 @@ def set_logical_device_configuration(device: DeviceLike, logical_devices: Sequen
         logical_devices: One entry for each share.
     Raises:
         DeviceConfigurationError: The shares ask for more than the device has.
-        DevicesInUseError: A strategy or a session uses devices already.
+        DevicesInUseError: A strategy or a session uses devices already, and the division is another one.
     Example:
         >>> half = LogicalDeviceConfiguration(memory_limit=512)
         >>> set_logical_device_configuration("cpu:0", [half, half])

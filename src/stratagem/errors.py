@@ -94,6 +94,10 @@ class DriftError(StrategyError):
     """Replicas, which must have the same in every parameter, have written different values to one."""
 
 
+class PerReplicaError(StrategyError, TypeError, AttributeError):
+    """The values of all replicas were used as if they were one."""
+
+
 class CollectiveError(StratagemError, RuntimeError):
     """Replicas did not take part in the same exchange."""
 

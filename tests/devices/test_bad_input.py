@@ -199,6 +199,15 @@ def test_change_after_use_names_the_line_that_put_devices_in_use() -> None:
         sg.config.set_logical_device_configuration("cpu:0", [Part()])
 
 
+def test_division_that_a_device_has_may_be_asked_for_again_while_it_is_in_use() -> None:
+    sg.config.set_logical_device_configuration("cpu:0", [Part(), Part()])
+    with sg.devices.serve("cpu:0"):
+        sg.config.set_logical_device_configuration("cpu:0", [Part(), Part()])
+        with pytest.raises(DevicesInUseError):
+            sg.config.set_logical_device_configuration("cpu:0", [Part()])
+    assert len(sg.config.list_logical_devices("CPU")) == 2
+
+
 def test_malformed_variable_is_an_error_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRATAGEM_SIMULATE", "four gpus")
     with pytest.raises(EnvironmentVariableError, match="STRATAGEM_SIMULATE='four gpus'"):

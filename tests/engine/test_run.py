@@ -497,3 +497,22 @@ def test_gradient_scaler_made_in_the_scope(strategy: sg.MirroredStrategy) -> Non
     assert results(strategy, step, torch.ones(2, 3)) == [16.0, 16.0]
     assert results(strategy, step, torch.ones(2, 3)) == [32.0, 32.0]
     assert scaler.get_scale() == 32.0
+
+
+def test_patch_of_a_package_is_made_in_all_replicas_by_a_run(four_cpus: None) -> None:
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as own:
+        before = torch.nn.functional.relu6
+
+        def patch() -> None:
+            torch.nn.functional.relu6 = lambda x: x + 100
+
+        def look() -> float:
+            return torch.nn.functional.relu6(torch.ones(())).item()
+
+        try:
+            patch()
+            assert own.run(look).values == (101.0, 1.0), "a package is imported as it is installed"
+            own.run(patch)
+            assert own.run(look).values == (101.0, 101.0)
+        finally:
+            torch.nn.functional.relu6 = before

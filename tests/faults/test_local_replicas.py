@@ -4,10 +4,12 @@ The guards of `tests/guards.py` hold after each test: no process, memory, socket
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -165,11 +167,44 @@ def test_exception_in_one_replica_is_shown_once_with_its_own_traceback(strategy:
     with pytest.raises(ValueError, match=r"^bad row 812") as caught:
         strategy.run(step, args=(torch.ones(3, 4), fail))
     (note,) = caught.value.__notes__
-    assert note.startswith("raised in replica 1:\n")
-    assert "in fail\n" in note
+    lines = note.splitlines()
+    assert lines[0] == "raised in replica 1:"
+    assert [line.split()[-1] for line in lines if line.startswith("  File ")] == ["step", "fail"]
+    assert files_of(caught.value) == {__file__}, "the library's frames are left out"
     assert all(map(torch.equal, weights(model), before))
     train(strategy, step, 2)
     assert not torch.equal(weights(model)[0], before[0]), "the strategy goes on after a mended mistake"
+
+
+def files_of(error: BaseException) -> set[str]:
+    return {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+
+
+@pytest.mark.parametrize("num_steps", [None, 2])
+@pytest.mark.parametrize(("failing", "named"), [({0}, "replica 0"), ({0, 1}, "replicas 0, 1")])
+def test_exception_in_the_main_program_names_the_replicas(
+    strategy: sg.MirroredStrategy, failing: set[int], named: str, num_steps: int | None
+) -> None:
+    def step() -> None:
+        if strategy.global_rank in failing:
+            raise ValueError("bad row 812")
+        sg.get_replica_context().all_reduce("sum", torch.ones(1))  # type: ignore[union-attr]  # not before the other fails
+
+    with pytest.raises(ValueError, match=r"^bad row 812\n") as caught:
+        strategy.run(step, num_steps=num_steps)
+    assert re.fullmatch(rf"raised in {named}|raised in replica 0", caught.value.__notes__[0])
+    assert files_of(caught.value) == {__file__}
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "step"
+
+
+def test_exception_on_one_device_has_the_users_frames_alone() -> None:
+    def step() -> None:
+        raise ValueError("bad row 812")
+
+    with sg.OneDeviceStrategy() as strategy, pytest.raises(ValueError, match=r"^bad row 812$") as caught:
+        strategy.run(step)
+    assert not hasattr(caught.value, "__notes__")
+    assert files_of(caught.value) == {__file__}
 
 
 def test_exception_in_every_replica_is_that_of_the_main_program(strategy: sg.MirroredStrategy) -> None:

@@ -2,9 +2,11 @@
 
 import copy
 import io
+import itertools
 import math
 import os
 import pickle
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -238,6 +240,44 @@ def test_calls_that_are_not_calls(strategy: sg.MirroredStrategy) -> None:
         strategy.run(len, kwargs=[1])  # type: ignore[arg-type]
 
 
+PAIRS = DataLoader(TensorDataset(torch.ones(8, 2), torch.ones(8, 1)), batch_size=4)
+SINGLE: Any = DataLoader(torch.ones(8, 2), batch_size=4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("loader", "wrong"),
+    [
+        *itertools.product(
+            (PAIRS, SINGLE),
+            ("data", "(data,)", "loader", "iter(loader)", "(iter(loader),)", "iterator", "(iterator,)"),
+        ),
+        (PAIRS, "loader.dataset"),
+        (PAIRS, "{'x': torch.ones(4, 2)}"),
+        (SINGLE, "next(iter(loader))"),
+        (SINGLE, "next(iter(data))"),
+    ],
+)
+def test_what_an_error_says_to_write_can_be_run(strategy: sg.MirroredStrategy, loader: Any, wrong: str) -> None:
+    def of_pairs(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.sum() + y.sum()
+
+    def of_single(x: Any) -> int:
+        return len(x)
+
+    data = strategy.distribute(loader)
+    names = {"strategy": strategy, "loader": loader, "data": data, "torch": torch}
+    names["step"] = of_pairs if loader is PAIRS and "{" not in wrong else of_single
+    given = eval(wrong, names, {"iterator": iter(data)})  # noqa: S307
+    if wrong.startswith(("next", "{")):
+        names["batch"] = given
+    with pytest.raises(StrategyError) as raised:
+        strategy.run(names["step"], args=given)
+    hints = re.findall("`([^`]+)`", str(raised.value))
+    assert hints
+    for hint in hints:
+        exec(hint, names, {"iterator": iter(data)})  # noqa: S102
+
+
 def test_arguments_that_the_function_does_not_take(each: sg.Strategy) -> None:
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return x + y
@@ -439,7 +479,7 @@ def test_errors_that_cannot_travel(
     with pytest.raises(ReplicaError, match=f"replica 1 raised .*{line}") as caught:
         strategy.run(step, args=(1,))
     assert "raise make()" in caught.value.__notes__[0]
-    with pytest.raises(ReplicaError, match=f"a worker raised .*{line}"):
+    with pytest.raises(ReplicaError, match=f"worker 0 raised .*{line}"):
         repr(servers.run(step, args=(0,)))
     with pytest.raises(type(make())), sg.MirroredStrategy(["cpu:2", "cpu:3"]):
         raise make()
@@ -732,14 +772,14 @@ def test_runs_that_are_given_an_iterator(each: sg.Strategy) -> None:
         lambda: each.run(next, args=iterator),
         lambda: each.run(next, kwargs={"it": [iterator]}),
     ):
-        with pytest.raises(StrategyError, match=r"write num_steps=16, or give it one batch: .* args=next\(iterator\)"):
+        with pytest.raises(StrategyError, match=r"num_steps=16\)`, or give it one batch: .* args=next\(iterator\)"):
             run()
 
 
 def test_runs_that_are_given_distributed_data_instead_of_an_iterator(each: sg.Strategy) -> None:
     for data in (each.distribute([torch.ones(4)]), each.distribute(torch.ones(4), global_batch_size=2)):
         for num_steps in (None, 2):
-            with pytest.raises(StrategyError, match=r"got distributed data.* iterator = iter\(data\)"):
+            with pytest.raises(StrategyError, match=r"got distributed data.*`iterator = iter\(data\)`"):
                 each.run(len, args=(data,), num_steps=num_steps)
 
 

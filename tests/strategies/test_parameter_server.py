@@ -152,7 +152,9 @@ def test_error_of_a_step_is_raised_once(strategy: sg.ParameterServerStrategy) ->
     result = strategy.run(fail)
     with pytest.raises(ValueError, match="bad row 812") as caught:
         result.wait()
-    assert "in fail" in "".join(caught.value.__notes__)
+    lines = "".join(caught.value.__notes__).splitlines()
+    assert re.fullmatch(r"raised in worker [01]:", lines[0])
+    assert lines[2].endswith("in fail"), "the library's frames are left out"
     assert strategy.local_results(strategy.run(int)) == (0,)
     strategy.run(fail)
     with pytest.raises(ValueError, match="bad row 812"):
@@ -181,6 +183,51 @@ def test_changes_between_steps_reach_all_workers(strategy: sg.ParameterServerStr
     scheduler.step()
     model.load_state_dict({"0.weight": torch.ones(1, 2)})
     assert look_twice() == {(2.0, False, 0.5)}
+
+
+@pytest.mark.parametrize("kind", ["scheduler", "slow scheduler", "option"])
+def test_a_schedule_that_a_worker_has_alone_is_warned_of_once(four_cpus: None, kind: str) -> None:
+    with sg.ParameterServerStrategy(num_workers=2) as strategy:
+        with strategy.scope():
+            model = make_net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10 if kind == "slow scheduler" else 1, gamma=0.5)
+        train = plain_step(model, optimizer)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = train(x, y)
+            if kind == "option":
+                optimizer.param_groups[0]["lr"] *= 0.5
+            else:
+                scheduler.step()
+            return loss
+
+        def train_for_a_while() -> None:
+            for batch in batches(4):
+                strategy.reduce("mean", strategy.run(step, args=batch)).item()
+            strategy.run(int).wait()
+
+        changed = "the options of SGD" if kind == "option" else "StepLR"
+        words = rf"changed {changed} in its worker.*Call scheduler\.step\(\)"
+        with pytest.warns(StratagemWarning, match=words) as told:
+            train_for_a_while()
+        assert len(told) == 1
+        assert told[0].filename == __file__
+
+
+def test_a_schedule_of_the_main_program_is_not_warned_of(strategy: sg.ParameterServerStrategy) -> None:
+    with strategy.scope():
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    step = plain_step(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StratagemWarning)
+        for batch in batches(4):
+            strategy.run(step, args=batch)
+            scheduler.step()
+        rate = strategy.run(lambda: optimizer.param_groups[0]["lr"])
+        assert strategy.local_results(rate) == (0.1 * 0.5**4,)
 
 
 def test_state_of_model_and_optimizer_can_be_saved_and_loaded(strategy: sg.ParameterServerStrategy) -> None:
@@ -822,7 +869,7 @@ if __name__ == "__main__":
 """)
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
     assert "Exception ignored" not in done.stderr
-    assert "ValueError: bad row 19\nraised in a worker:" in done.stderr
+    assert "ValueError: bad row 19\nraised in worker 0:" in done.stderr
 
 
 def test_objects_stay_usable_after_the_end(four_cpus: None) -> None:
@@ -885,6 +932,24 @@ def test_estimator_trains_evaluates_and_goes_on(strategy: sg.ParameterServerStra
     assert records[1].losses == pytest.approx(records[0].losses, abs=0.1)
     assert results[1] == pytest.approx(results[0], abs=0.1)
     assert results[1]["global_step"] == 6
+
+
+def test_the_schedule_of_an_estimator_counts_the_steps_of_all_workers(
+    strategy: sg.ParameterServerStrategy, tmp_path: Path
+) -> None:
+    class Rates(sg.estimator.SessionRunHook):
+        def __init__(self) -> None:
+            self.rates: list[float] = []
+
+        def after_run(self, context: Any, values: Any) -> None:
+            self.rates.append(values.learning_rate)
+
+    hooks = [Rates(), Rates()]
+    for hook, place, chosen in zip(hooks, ("one device", "workers"), (None, strategy), strict=True):
+        for max_steps in (3, 6):
+            make_estimator(tmp_path / place, chosen).train(estimator_batches, hooks=[hook], max_steps=max_steps)
+    assert hooks[1].rates == hooks[0].rates
+    assert len(set(hooks[0].rates)) > 1
 
 
 def test_staleness_goes_to_tensorboard(strategy: sg.ParameterServerStrategy) -> None:

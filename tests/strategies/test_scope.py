@@ -1,11 +1,13 @@
 """Where code is: in which scope, in which replica; and the life of strategies."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 import stratagem as sg
 from stratagem.errors import StrategyError
@@ -185,3 +187,55 @@ def test_objects_that_the_program_drops_do_not_disturb(strategy: sg.MirroredStra
         with strategy.scope():
             model = nn.Linear(2, number + 1)
         assert strategy.run(lambda model=model: model(torch.ones(1, 2))).values[1].shape == (1, number + 1)
+
+
+@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel])
+def test_wrappers_of_torch_are_refused_with_what_to_do(strategy: sg.MirroredStrategy, wrap: Callable[..., Any]) -> None:
+    with pytest.raises(StrategyError, match=f"^{wrap.__name__} was used .* Leave it out"), strategy.scope():
+        wrap(nn.Linear(2, 1))
+    other = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    wrapped = nn.DataParallel(nn.Linear(2, 1))
+    with pytest.raises(StrategyError, match=r"^DataParallel was used .* Leave it out"):
+        other.adopt(wrapped)
+    other.close()
+
+
+def test_sharding_a_model_of_a_strategy_is_refused(four_cpus: None) -> None:
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = nn.Linear(2, 1)
+        model.__class__ = type(
+            "FSDPLinear", (FSDPModule, nn.Linear), {}
+        )  # what fully_shard does, and needs a group for
+        with pytest.raises(StrategyError, match=r"^fully_shard was used .* Leave it out"):
+            strategy.run(int)
+
+
+@pytest.mark.parametrize("make", [sg.OneDeviceStrategy, lambda: sg.MirroredStrategy(["cpu:0", "cpu:1"])])
+def test_errors_of_torch_that_ddp_programs_meet_say_what_to_write(
+    four_cpus: None, make: Callable[[], sg.Strategy]
+) -> None:
+    with make() as strategy:
+        with strategy.scope():
+            model: Any = nn.Linear(2, 1)
+
+        def of_no_sync() -> None:
+            with model.no_sync():
+                pass
+
+        for step, kind, advice in (
+            (of_no_sync, AttributeError, "with strategy.no_sync():"),
+            (lambda: model.module(1), AttributeError, "write model for model.module"),
+            (lambda: torch.distributed.all_reduce(torch.ones(1)), ValueError, 'all_reduce("sum", tensor)'),
+        ):
+            with pytest.raises(kind) as raised:
+                strategy.run(step)
+            assert advice in "\n".join(raised.value.__notes__)
+        with pytest.raises(AttributeError) as raised:
+            strategy.run(lambda: strategy.run.module)  # type: ignore[attr-defined]
+        assert "model.module" not in "\n".join(getattr(raised.value, "__notes__", ()))
+        with pytest.raises(ValueError, match="process group") as raised, strategy.scope():
+            torch.distributed.barrier()
+        assert "Leave out init_process_group" in "\n".join(raised.value.__notes__)
+        with strategy.scope():
+            strategy.run(lambda: None)

@@ -158,6 +158,8 @@ class Inventory:
         if accelerator is not None and not accelerator.limits_memory and _limits(parts):
             raise DeviceConfigurationError(why_no_limits(accelerator))
         divide(physical, self._details(physical), self._cores(physical), parts)
+        if self._parts.get(physical) == tuple(parts):
+            return  # the cell of a notebook that is run again, while a strategy uses the devices
         call = f"set_logical_device_configuration({physical.name!r}, ...)"
         self._require_unused(call)
         request = self._request()

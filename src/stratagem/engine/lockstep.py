@@ -24,7 +24,7 @@ from stratagem.engine.distribution import GivenTensors
 from stratagem.engine.joining import Elsewhere, connect, join
 from stratagem.engine.lifecycle import Driver, ReplicaResources
 from stratagem.engine.machines import Alone, Workers
-from stratagem.engine.notices import NonFinite, Stragglers
+from stratagem.engine.notices import NonFinite, SameRows, Stragglers
 from stratagem.engine.random_numbers import RandomNumbers
 from stratagem.engine.recipe import Call, Recipe, Step
 from stratagem.engine.replica import Done, Replica
@@ -86,6 +86,7 @@ class LocalReplicas(Driver):
             recipe.first, apart=recipe.num_machines > 1, on_device=devices[0].torch_device.type != "cpu"
         )
         self._stragglers = Stragglers()
+        self._same_rows = SameRows()
         self._num_steps = 0
         self._num_alone = 0  # steps since replicas last agreed
         self._told: agreement.Told = {}  # what other machines will compare at the next meeting
@@ -183,7 +184,8 @@ class LocalReplicas(Driver):
                 self._disconnect(own)
                 self.distribution.forget_state(own)
                 with self.with_workers():
-                    raise_first(error, failures)
+                    is_one_of_several = len(self._devices) > 1 or self._workers.size > 1
+                    raise_first(error, failures, own.global_rank if is_one_of_several else None)
             if own.unsettled or any(answer.unsettled for answer in answers):
                 self._publish_written(own)
         try:
@@ -195,6 +197,9 @@ class LocalReplicas(Driver):
             for place, (step, counts, *everyones) in enumerate(steps):
                 arguments.under_way = place
                 self._judge(step, counts, everyones)
+                if counts is None:
+                    given = arguments.leaves()
+                    self._same_rows.note(given, [each.result for each in everyones], updated=everyones[0].updated)
                 joined.append(self._joined([each.result for each in everyones], counts))
             return joined
         except BaseException:

@@ -1,4 +1,4 @@
-"""What the user is told about runs: updates that were skipped, a replica that is slow, a loss that counts otherwise.
+"""What the user is told about runs: updates that were skipped, a replica that is slow, the same rows in all replicas.
 
 Nothing here changes what a run does.
 """
@@ -10,8 +10,11 @@ from typing import Any, final
 
 import torch
 
+from stratagem import _tree
 from stratagem._caller import warn_caller
 from stratagem.errors import NonFiniteGradientError, StratagemWarning
+from stratagem.objects.per_replica import PerReplica
+from stratagem.processes.packing import Raw
 
 _MAX_IN_A_ROW = 10
 _SLOW_RATIO = 2.0
@@ -19,6 +22,7 @@ _SLOW_LEAST_S = 0.02
 _NUM_SLOW_RUNS = 20
 _SLOW_PERIOD_S = 60.0
 NUM_LOOKS = 20
+_NUM_SAME_ROWS = 3
 _DEPTH = 8
 _MEAN = 1  # torch's number for reduction="mean"
 
@@ -94,6 +98,75 @@ class Stragglers:
                 f"work that only this replica does",
                 StratagemWarning,
             )
+
+
+@final
+class SameRows:
+    """Warns, once, of a program that trains all replicas on the same rows, because it does not distribute its batches.
+
+    A program may mean it. So all of this must hold, in several runs in a row: no argument is of `distribute`; a tensor
+    of several rows has other rows than in the run before; the step made an update; and all replicas returned the same.
+    """
+
+    def __init__(self) -> None:
+        self._num_in_a_row = 0
+        self._row_before: torch.Tensor | None = None
+
+    def note(self, given: Sequence[Any], results: Sequence[Any], *, updated: bool) -> None:
+        """Takes in one step.
+
+        Args:
+            given: All values among the arguments.
+            results: What each replica returned.
+            updated: Whether an update was made.
+        """
+        if self._num_in_a_row >= _NUM_SAME_ROWS or len(results) < 2 or not updated:
+            return
+        batch = next((each for each in given if _has_rows(each, len(results))), None)
+        if batch is None or any(isinstance(each, PerReplica) for each in given) or not _are_same(results):
+            self._num_in_a_row, self._row_before = 0, None
+            return
+        row, before = batch[0].detach().clone(), self._row_before
+        is_new = (
+            before is None or (row.shape, row.dtype) != (before.shape, before.dtype) or not torch.equal(row, before)
+        )
+        self._num_in_a_row, self._row_before = self._num_in_a_row + 1 if is_new else 1, row
+        if self._num_in_a_row == _NUM_SAME_ROWS:
+            warn_caller(
+                f"all {len(results)} replicas computed the same in {_NUM_SAME_ROWS} runs: args had no batch of "
+                f"strategy.distribute, so that every replica was given all {len(batch)} rows. To divide each batch "
+                f"over the replicas, write `for batch in strategy.distribute(loader): strategy.run(step, args=batch)`",
+                StratagemWarning,
+            )
+
+
+def _has_rows(value: Any, num_replicas: int) -> bool:
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_nested or not value.dim():
+        return False
+    return len(value) >= num_replicas
+
+
+def _are_same(results: Sequence[Any]) -> bool:
+    """Whether replicas returned numbers with a fraction, as a loss has, and all the same."""
+    first, *others = [[_number(each) for each in _tree.leaves(result)] for result in results]
+    return any(each is not None for each in first) and all(each == first for each in others)
+
+
+def _number(value: Any) -> float | None:
+    value = value.tensor if isinstance(value, Raw) else value
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point():
+        return value.item()
+    return value if isinstance(value, float) else None
+
+
+def about_schedule(changed: str) -> None:
+    """Warns that a step has changed a learning rate in one worker of several that do not take the same steps."""
+    warn_caller(
+        f"a step has changed {changed} in its worker; each worker has a copy of its own, which counts the steps of "
+        f"that worker only, and the main program's is as before: the learning rate is not the one of the schedule. "
+        f"Call scheduler.step() in the main program, after each strategy.run(); all workers then get the new rate",
+        StratagemWarning,
+    )
 
 
 def about_tokens(losses: Sequence[torch.Tensor], num_looks: int) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from stratagem import _torch, _tree
 from stratagem.devices import kind_table
-from stratagem.errors import StrategyError
+from stratagem.errors import PerReplicaError, StrategyError
 from stratagem.processes.packing import Raw
 
 _INLINE_BYTES = 64 * 1024
@@ -136,13 +136,9 @@ class PerReplica:
         return f"PerReplica({inside})"
 
 
-class _SeveralValuesError(StrategyError, TypeError, AttributeError):
-    """The values of all replicas were used as if they were one."""
-
-
-def _refusal(value: PerReplica | None, what: str) -> _SeveralValuesError:
+def _refusal(value: PerReplica | None, what: str) -> PerReplicaError:
     whose = "all replicas" if value is None else "1 replica" if len(value) == 1 else f"{len(value)} replicas"
-    return _SeveralValuesError(
+    return PerReplicaError(
         f"{what} was asked of a PerReplica, which has the values of {whose}; make it one value with "
         f"strategy.reduce('mean', value), take them with strategy.local_results(value), or compute with it inside the "
         f"function of strategy.run"

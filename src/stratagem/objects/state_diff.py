@@ -74,6 +74,11 @@ def unknown_parts(objects: Iterable[Any], known: Container[Any]) -> list[Any]:
     ]
 
 
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of each group of an optimizer, as they are now."""
+    return [{key: _own(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
 def _values(obj: Any, names: Mapping[int, int]) -> Any:
     if isinstance(obj, torch.Tensor):
         own_hooks = _torch.program_hooks(obj)
@@ -84,11 +89,8 @@ def _values(obj: Any, names: Mapping[int, int]) -> Any:
         return _OfModule(type(obj).__qualname__, members.get("training"), held)
     if isinstance(obj, torch.optim.Optimizer):
         return [
-            (
-                list(map(names.get, map(id, group["params"]), itertools.repeat(_NO_NAME))),
-                {key: _own(value) for key, value in group.items() if key != "params"},
-            )
-            for group in obj.param_groups
+            (list(map(names.get, map(id, group["params"]), itertools.repeat(_NO_NAME))), options)
+            for group, options in zip(obj.param_groups, options_of(obj), strict=True)
         ]
     if isinstance(obj, torch.amp.GradScaler):
         return obj.state_dict()

@@ -14,6 +14,7 @@ from typing import Any, final
 
 import torch
 
+from stratagem._parallel_wrappers import refuse_wrapper
 from stratagem.errors import StrategyError
 
 
@@ -40,7 +41,7 @@ class Tracker:
         """Notes objects that were made elsewhere: modules with all that is in them, optimizers.
 
         Raises:
-            StrategyError: One of them belongs to another strategy, which is still open.
+            StrategyError: One of them belongs to another strategy, which is still open, or does a strategy's work.
         """
         noted = [
             each
@@ -48,6 +49,7 @@ class Tracker:
             for each in ([*obj.modules(), *obj.parameters()] if isinstance(obj, torch.nn.Module) else [obj])
         ]
         for each in noted:
+            refuse_wrapper(each)
             self.refuse_if_elsewhere(each)
         for each in noted:
             self._note(each)
@@ -187,6 +189,8 @@ def _note_in_thread(obj: Any) -> None:
 def _noting_init(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _thread.trackers:
+            refuse_wrapper(self)
         _note_in_thread(self)
         original(self, *args, **kwargs)
 

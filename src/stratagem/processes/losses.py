@@ -7,11 +7,13 @@ memory, and the policy: a loss ends the group, or the member is replaced.
 import dataclasses
 import os
 import signal
+import traceback
 from collections.abc import Sequence
 from typing import Final, Protocol, final
 
+from stratagem._caller import users_trace, with_cells
 from stratagem.devices.device import mib
-from stratagem.errors import ReplicaDiedError, ReplicaError
+from stratagem.errors import ReplicaDiedError, ReplicaError, StratagemError
 
 SLICE_S = 0.1  # between two looks at children that are waited for
 STATUS_WAIT_S = 2.0  # for word of how a process has ended
@@ -96,31 +98,57 @@ class Failed(Protocol):
     failure: Failure | None
 
 
-def raise_first(own: BaseException | None, failed: Sequence[Failed]) -> None:
+def raise_first(own: BaseException | None, failed: Sequence[Failed], rank: int | None = None) -> None:
     """Raises the one error that is the cause, with its own traceback; the rest are consequences.
 
     Args:
         own: That of this process.
         failed: The calls that failed in children.
+        rank: The number of this process among all replicas, if it is one of several; those of its children follow.
     """
-    failures = [(call.done_by, call.failure) for call in failed if call.failure is not None]
+    first = rank or 0
+    failures = [(first + call.done_by, call.failure) for call in failed if call.failure is not None]
     for call in failed:
         call.failure = None  # once raised, it leads to all that the program has
     if own is not None:
+        if rank is not None and isinstance(own, Exception) and not isinstance(own, StratagemError):
+            line = traceback.format_exception_only(own)[-1].strip()
+            own.add_note(f"{_RAISED_IN} {_named([rank, *_same(failures, line)])}")
         raise own
-    if not failures:
-        return
-    _, first = failures[0]
-    same = [str(number) for number, failure in failures if failure[1] == first[1]]
-    raise error_of(first, f"replica{'s' if len(same) > 1 else ''} {', '.join(same)}")
+    if failures:
+        cause = failures[0][1]
+        raise error_of(cause, _named(_same(failures, cause[1])))
+
+
+def _same(failures: Sequence[tuple[int, Failure]], line: str) -> list[int]:
+    """The replicas that raised an error of this line."""
+    return [number for number, failure in failures if failure[1] == line]
+
+
+def _named(replicas: Sequence[int]) -> str:
+    return f"replica{'s' if len(replicas) > 1 else ''} {', '.join(map(str, replicas))}"
 
 
 def error_of(failure: Failure, where: str) -> BaseException:
     """The error that a child has raised, with a note of where and with the child's traceback."""
     error, line, text = failure
     raised = error if error is not None else ReplicaError(f"{where} raised {line}")
-    raised.add_note(f"raised in {where}:\n{text}")
+    raised.add_note(f"{_RAISED_IN} {where}:\n{with_cells(text)}")
     return raised
+
+
+def leave_users_frames(error: BaseException) -> None:
+    """Takes the library's frames out of the traceback of an error that leaves it, as far as they are around the user's.
+
+    The error of a child has the child's traceback in its note. Raise it again with a bare `raise`.
+    """
+    trace = users_trace(error.__traceback__)
+    is_of_child = any(note.startswith(_RAISED_IN) and "\n" in note for note in getattr(error, "__notes__", ()))
+    if trace is not None or is_of_child:
+        error.__traceback__ = trace
+
+
+_RAISED_IN: Final = "raised in"
 
 
 def died(who: str, how: str, more: str, run_number: int | None = None) -> str:

@@ -13,8 +13,9 @@ from typing import Any, Self, final
 
 import torch
 
-from stratagem import _integrations, _tensorflow_names, _tree, inputs
+from stratagem import _integrations, _tensorflow_names, _torch, _tree, inputs
 from stratagem._checks import StaysHere, require_count
+from stratagem._parallel_wrappers import advise
 from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.devices.device import LogicalDevice
 from stratagem.engine import context
@@ -23,6 +24,7 @@ from stratagem.errors import PreemptedExit, StrategyError
 from stratagem.objects import per_replica
 from stratagem.objects.per_replica import PerReplica
 from stratagem.objects.step_arguments import StepArguments
+from stratagem.processes.losses import leave_users_frames
 from stratagem.processes.numbered import plain
 
 
@@ -92,13 +94,20 @@ class Strategy(StaysHere, ABC):
             given = tuple(args)
             try:
                 return self._run(fn, StepArguments(given, dict(kwargs or {})))[0]
-            except TypeError as error:
-                if misfit := _misfit(fn, given, kwargs):
+            except BaseException as error:
+                if isinstance(error, TypeError) and (misfit := _misfit(fn, given, kwargs)):
                     error.add_note(misfit)
+                advise(error)
+                leave_users_frames(error)
                 raise
         if not isinstance(args, inputs.Pass) and (misfit := _misfit(fn, args, kwargs)):
             raise StrategyError(misfit)
-        return run_steps(self._run, fn, inputs.Drawing(args, dict(kwargs or {}), num_steps), self._most_steps)
+        try:
+            return run_steps(self._run, fn, inputs.Drawing(args, dict(kwargs or {}), num_steps), self._most_steps)
+        except BaseException as error:
+            advise(error)
+            leave_users_frames(error)
+            raise
 
     @abstractmethod
     def _run(self, fn: Callable[..., Any], arguments: StepArguments) -> list[Any]:
@@ -403,10 +412,8 @@ class Strategy(StaysHere, ABC):
                 f"run calls a function that is finished when it returns, got {fn.__name__} with yield or async; "
                 f"return the values, in a list if there are several"
             )
-        if not isinstance(args, tuple | list | inputs.Pass):
-            raise StrategyError(
-                f"args is a tuple of arguments, got {type(args).__name__}; write run(step, args=(x, y)), or args=(x,)"
-            )
+        if not isinstance(args, tuple | list | inputs.Pass | inputs.Distributed):
+            raise StrategyError(f"args is a tuple of arguments, got {type(args).__name__}; {_instead_of(args, fn)}")
         if kwargs is not None and not isinstance(kwargs, dict):
             raise StrategyError(f"kwargs is a dict of keyword arguments, got {type(kwargs).__name__} {kwargs!r}")
         if kwargs and not all(isinstance(name, str) for name in kwargs):
@@ -414,12 +421,17 @@ class Strategy(StaysHere, ABC):
         for each in _tree.leaves((args, kwargs), is_leaf=_is_per_replica):
             if isinstance(each, inputs.Distributed):
                 raise StrategyError(
-                    "run takes a batch or an iterator, got distributed data, from which it cannot know the next batch; "
-                    "make an iterator once: iterator = iter(data), then strategy.run(step, args=iterator, "
-                    "num_steps=16), or args=next(iterator) for one step"
+                    f"run takes one batch, got distributed data, which has many; write `for batch in data: "
+                    f"strategy.run(step, args={_as_args('batch', fn)})`, or for several steps in one call `iterator = "
+                    f"iter(data)` once, then `strategy.run(step, args={_as_args('iterator', fn)}, num_steps=16)`"
+                )
+            if self.num_replicas_in_sync > 1 and isinstance(each, _torch.DataLoaderIterator):
+                raise StrategyError(
+                    f"run takes one batch, got {type(each).__name__}, which only the main program can read; "
+                    f"{_of_distribute(fn)}"
                 )
             if isinstance(each, inputs.Pass):
-                self._require_own(each, num_steps)
+                self._require_own(each, num_steps, fn)
             if _is_per_replica(each) and len(each) != len(self.replicas_here):
                 raise StrategyError(
                     f"run takes batches of its own strategy: {type(self).__name__} has {len(self.replicas_here)} "
@@ -427,12 +439,13 @@ class Strategy(StaysHere, ABC):
                     f"or missing; use the strategy whose distribute made the batch, or distribute the data with this"
                 )
 
-    def _require_own(self, iterator: inputs.Pass, num_steps: int | None) -> None:
+    def _require_own(self, iterator: inputs.Pass, num_steps: int | None, fn: Callable[..., Any]) -> None:
         """Refuses an iterator for which nothing says how many steps it is for, and that of another strategy."""
         if num_steps is None:
             raise StrategyError(
-                "run was given an iterator over distributed data without the number of steps; write num_steps=16, "
-                "or give it one batch: strategy.run(step, args=next(iterator))"
+                f"run was given an iterator over distributed data without the number of steps; write "
+                f"`strategy.run(step, args={_as_args('iterator', fn)}, num_steps=16)`, or give it one batch: "
+                f"`strategy.run(step, args={_as_args('next(iterator)', fn)})`"
             )
         if iterator.host is not self:
             raise StrategyError(
@@ -487,8 +500,9 @@ class _Scope(contextlib.ContextDecorator, contextlib.AbstractContextManager[Any]
         self._entered.append(block)
         return strategy
 
-    def __exit__(self, *failure: Any) -> bool | None:
-        return self._entered.pop().__exit__(*failure)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool | None:
+        advise(error)
+        return self._entered.pop().__exit__(kind, error, trace)
 
 
 def run_steps(
@@ -517,6 +531,38 @@ def run_steps(
     return results
 
 
+def _of_distribute(fn: Callable[..., Any]) -> str:
+    return f"write `for batch in strategy.distribute(loader): strategy.run(step, args={_as_args('batch', fn)})`"
+
+
+def _as_args(batch: str, fn: Callable[..., Any]) -> str:
+    """How a batch is written in `args`: its parts are the arguments, or it is the only argument of the function."""
+    return f"({batch},)" if _takes(fn, 1) and not _takes(fn, 2) else batch
+
+
+def _takes(fn: Callable[..., Any], number: int) -> bool:
+    """Whether a function can be called with so many arguments, as far as it says."""
+    try:
+        inspect.signature(fn).bind(*range(number))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _instead_of(args: Any, fn: Callable[..., Any]) -> str:
+    """What to write where `args` is not a tuple."""
+    if _is_per_replica(args) or isinstance(args, torch.Tensor):
+        return "a batch that is one tensor is one argument: write `strategy.run(step, args=(batch,))`"
+    if isinstance(args, dict):
+        return (
+            "write `strategy.run(step, args=(batch,))`, or `strategy.run(step, kwargs=batch)` if its keys are the "
+            "names of arguments"
+        )
+    if isinstance(args, torch.utils.data.DataLoader | torch.utils.data.Dataset | Iterator):
+        return _of_distribute(fn)
+    return "write run(step, args=(x, y)), args=(x,), or args=() if the function takes nothing"
+
+
 def _misfit(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> str:
     """Says that a function does not take these arguments, and what to write; nothing if it does."""
     try:
@@ -531,6 +577,8 @@ def _misfit(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] 
         (only,) = args if len(args) == 1 else (None,)
         if isinstance(only, inputs.Pass):
             return f"{words}; args=(iterator,) is one argument, the whole batch: write args=iterator for its parts"
+        if isinstance(only, torch.utils.data.DataLoader):
+            return f"{words}; {_of_distribute(fn)}"
         if isinstance(only, tuple | list):
             return f"{words}; args=(batch,) is one argument, the whole batch: write args=batch for its parts"
         return f"{words}; write run(step, args=(x, y)), with as many arguments as the function takes"

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from stratagem import _tree
+from stratagem._parallel_wrappers import advise
 from stratagem.engine.queued.step import QueuedStep
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
+from stratagem.processes.losses import leave_users_frames
 
 _DEEPEST = 50  # sums of results that wait for each other; longer ones are computed on the way
 
@@ -59,7 +61,12 @@ class PendingResult:
     def wait(self) -> Any:
         """The value itself."""
         if self._make is not None:
-            self._value = self._make()
+            try:
+                self._value = self._make()
+            except BaseException as error:
+                advise(error)
+                leave_users_frames(error)
+                raise
             self._make, self._steps, self._depth = None, (), 0
         return self._value
 

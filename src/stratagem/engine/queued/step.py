@@ -65,6 +65,6 @@ class QueuedStep(PendingCall):
         if self.error is not None:
             raise self.error
         if self.failure is not None:
-            error = error_of(self.failure, "a worker")
+            error = error_of(self.failure, f"worker {self.done_by}")
             self.failure, self.error = None, error
             raise error

@@ -94,12 +94,14 @@ class StepAnswer(NamedTuple):
         skipped: The parameter whose gradient was not finite.
         updated: Whether it has made an update.
         result: What the function returned.
+        scheduled: The scheduler, or the options of an optimizer, that it has changed in its own copy.
         placed: Where its operations ran, if somebody listens.
     """
 
     skipped: str
     updated: bool
     result: Any
+    scheduled: str = ""
     placed: Sequence[PlacementRecord] = ()
 
 
@@ -229,7 +231,7 @@ class WorkerRuntime:
         context.state.replicas.append(ReplicaContext(0, OneReplica(), self._strategy, self._update, share=share))
         self._in_step = True
         given = [obj for reference in self._given if (obj := reference()) is not None]
-        held = buffers.held_by(given)
+        held, schedule = buffers.held_by(given), _schedule_of(given)
         parts = new_parts.parts_of(given) if self._num_early_steps else None
         try:
             given_args = per_replica.load_deferred((args, kwargs))
@@ -250,7 +252,9 @@ class WorkerRuntime:
         if self._num_early_steps:
             self._num_early_steps -= 1
             give_back()
-        return StepAnswer(self._skipped, self._updated, result)
+        changed = [old[0] for old, new in zip(schedule, _schedule_of(given), strict=True) if old != new]
+        scheduled = changed[-1] if changed else ""  # a scheduler is made after its optimizer
+        return StepAnswer(self._skipped, self._updated, result, scheduled)
 
     def _forget(self) -> None:
         """Drops what a step that has failed did to this worker's copies."""
@@ -433,6 +437,17 @@ class WorkerRuntime:
         """Makes known what was written to buffers and parameters after the last update."""
         if (self._written() or self.variables.changed_buffers()) and not self._was_pushed():
             self._push(None, [])
+
+
+def _schedule_of(given: Sequence[Any]) -> list[tuple[str, Any]]:
+    """What a schedule changes, each with its name: how far schedulers are, and the options of optimizers."""
+    found: list[tuple[str, Any]] = []
+    for each in given:
+        if isinstance(each, torch.optim.lr_scheduler.LRScheduler):
+            found.append((type(each).__name__, getattr(each, "last_epoch", None)))  # a chain of others has none
+        elif isinstance(each, torch.optim.Optimizer):
+            found.append((f"the options of {type(each).__name__}", state_diff.options_of(each)))
+    return found
 
 
 def _has_any(gradients: Sequence[torch.Tensor | None]) -> bool:

@@ -20,7 +20,7 @@ from stratagem.devices.inventory import this_process
 from stratagem.engine import child_calls, context
 from stratagem.engine.distribution import GivenTensors
 from stratagem.engine.lifecycle import Driver, Resources, weak_method
-from stratagem.engine.notices import NonFinite
+from stratagem.engine.notices import NonFinite, about_schedule
 from stratagem.engine.queued import worker_calls
 from stratagem.engine.queued.main_program import MainProgram
 from stratagem.engine.queued.pending_results import PendingResult, joined
@@ -73,6 +73,7 @@ class ParameterWorkers(Driver):
         self._settings = settings
         self._random_numbers = RandomNumbers(0, apart=False)
         self._nonfinite = NonFinite(settings.on_nonfinite)
+        self._is_told_of_schedule = False
         self.num_runs = 0
         self._steps: list[QueuedStep] = []  # whose failures have not been looked for
         self._num_parts: dict[Any, int] = {}  # how many values a function returned, by its code
@@ -350,9 +351,12 @@ class ParameterWorkers(Driver):
         self.judge(finished)
 
     def judge(self, finished: Sequence[QueuedStep]) -> None:
-        """Warns of steps whose gradients were not finite, or raises."""
+        """Warns of steps whose gradients were not finite, or raises; warns of schedules that are a worker's own."""
         for step in finished:
             if isinstance(step.answer, StepAnswer):
+                if step.answer.scheduled and not self._is_told_of_schedule:
+                    self._is_told_of_schedule = True
+                    about_schedule(step.answer.scheduled)
                 skipped = [(step.done_by, step.answer.skipped)] if step.answer.skipped else []
                 self._nonfinite.judge(skipped, updated=step.answer.updated, run_number=step.run_number)
 

@@ -84,7 +84,11 @@ class TorchModel(Model):
         self.module.train(self.mode == ModeKeys.TRAIN)
 
     def run(self, batch: Batch) -> Any:
-        return self._strategy.run(self._step, args=batch)
+        results = self._strategy.run(self._step, args=batch)
+        if self.mode == ModeKeys.TRAIN and self._spec.scheduler is not None:
+            # Here, not in the step: workers that do not take the same steps would each count their own.
+            self._spec.scheduler.step()
+        return results
 
     def loss(self, results: Any) -> float:
         if self.mode == ModeKeys.PREDICT:
@@ -200,7 +204,7 @@ class _TorchEvaluation(Evaluation):
 
 
 def _train_step(spec: EstimatorSpec) -> Callable[..., Any]:
-    module, scheduler, train_op = spec.module, spec.scheduler, spec.train_op
+    module, train_op = spec.module, spec.train_op
     loss_of = cast(Callable[[Any, Any], torch.Tensor], spec.loss)
     optimizer = cast(torch.optim.Optimizer, spec.optimizer)
 
@@ -215,8 +219,6 @@ def _train_step(spec: EstimatorSpec) -> Callable[..., Any]:
         else:
             loss.backward()  # type: ignore[no-untyped-call]  # torch does not say its types
             optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
         return loss.detach()
 
     return step
