@@ -1,7 +1,5 @@
 """`compile(jit_compile=True)` of Keras under a strategy: every replica compiles its steps."""
 
-import importlib
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,10 +37,6 @@ def set_stance(stance: str) -> None:
     torch.compiler.set_stance(stance)
 
 
-def num_graphs() -> int:
-    return int(importlib.import_module("torch._dynamo.utils").counters["stats"]["unique_graphs"])
-
-
 @pytest.fixture
 def eager_stance(strategy: sg.Strategy) -> Iterator[None]:
     """Compiled functions run as they are: the compiler takes a minute for a model of Keras'."""
@@ -77,13 +71,3 @@ def test_jit_compile_that_is_set_later_reaches_the_replicas(strategy: sg.Strateg
         return bool(model.jit_compile)
 
     assert list(strategy.local_results(strategy.run(is_jit))) == [True, True]
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(240)
-@pytest.mark.skipif(shutil.which("c++") is None, reason="torch's compiler needs one of C++")
-def test_steps_are_compiled_in_each_replica(strategy: sg.Strategy) -> None:
-    expected = trained(jit_compile=False)
-    with strategy.scope():
-        assert_same(trained(jit_compile=True), expected)
-    assert all(number > 0 for number in strategy.local_results(strategy.run(num_graphs)))
