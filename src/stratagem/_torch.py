@@ -29,6 +29,7 @@ import torch
 import torch.distributed
 from torch._C import _len_torch_function_stack
 from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import _config as _shapes_config
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -488,6 +489,11 @@ def _compiler_settings() -> dict[str, dict[str, Any]]:
         for name, values in changed.items()
         if values
     }
+
+
+def is_in_compiler() -> bool:
+    """Whether this thread is in torch's compiler, which makes modules of its own."""
+    return CompileContext.try_get() is not None
 
 
 def keep_out_of_compiled_code() -> None:

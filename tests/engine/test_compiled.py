@@ -151,6 +151,16 @@ def test_model_compiled_between_two_runs(strategy: sg.MirroredStrategy) -> None:
     assert results(strategy, num_graphs) == [1, 1]
 
 
+def test_graphs_that_are_made_while_a_scope_is_open_stay_in_their_process(strategy: sg.MirroredStrategy) -> None:
+    with strategy.scope():
+        model, optimizer = made()
+        step, (x, y) = step_of(wrapped(model), optimizer), batches(8)[0]
+        for _ in range(2):
+            results(strategy, step, x, y)
+        assert results(strategy, num_graphs) == [1, 1]
+        assert not strategy._replicas.distribution.tracker.has_news
+
+
 def test_statistics_and_random_numbers_of_a_compiled_model(strategy: sg.MirroredStrategy) -> None:
     def course(how: Compile) -> tuple[list[float], dict[str, torch.Tensor]]:
         torch.manual_seed(7)

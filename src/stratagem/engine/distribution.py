@@ -30,6 +30,9 @@ from stratagem.variables.private import bring
 from stratagem.variables.slices import SplitUpdate
 
 
+_MANY_DROPPED = 1000
+
+
 class Receivers(Protocol):
     """Who distributed objects are given to."""
 
@@ -38,6 +41,11 @@ class Receivers(Protocol):
     @abstractmethod
     def ask_children(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Calls a function of the library in every child, and waits for all answers."""
+
+    @property
+    @abstractmethod
+    def are_at_work(self) -> bool:
+        """Whether children would have to finish what the program has given them before they answer."""
 
     @abstractmethod
     def make_equal(self, tensors: Sequence[torch.Tensor], labels: Mapping[int, str], settings: Sequence[str]) -> None:
@@ -112,8 +120,10 @@ class Distribution:
     @torch.inference_mode(mode=False)  # tensors that are placed now are trained later
     def bring_up_to_date(self, own: MainSide) -> None:
         """Distributes new objects, and the state of optimizers that the controller gave them."""
-        dropped = self.registry.take_dropped()
-        if dropped:
+        num_dropped = self.registry.num_dropped
+        # Nobody waits for what is under way, which may itself wait for the program, in order to free some memory.
+        if num_dropped > _MANY_DROPPED or (num_dropped and not self._replicas.are_at_work):
+            dropped = self.registry.take_dropped()
             self._replicas.ask_children(child_calls.drop, self._replicas.key, dropped)
             own.drop(dropped)
         self.steady.look()

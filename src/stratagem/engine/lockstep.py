@@ -362,6 +362,10 @@ class LocalReplicas(Driver):
             self._unwanted += unwanted
             raise
 
+    @property
+    def are_at_work(self) -> bool:
+        return False
+
     def ask_children(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         if len(self._devices) == 1:
             return []

@@ -14,6 +14,7 @@ from typing import Any, final
 
 import torch
 
+from stratagem import _torch
 from stratagem._parallel_wrappers import refuse_wrapper
 from stratagem.errors import StrategyError
 
@@ -94,7 +95,7 @@ class Tracker:
         self._made = [self._known[id(obj)] for obj in made if id(obj) in self._known] + self._made
 
     def _note(self, obj: Any) -> None:
-        if id(obj) not in self._known and not _thread.num_untracked:
+        if id(obj) not in self._known and not (_thread.num_untracked or _torch.is_in_compiler()):
             reference = weakref.ref(obj, functools.partial(self._forget, id(obj)))
             self._known[id(obj)] = reference
             self._made.append(reference)

@@ -113,6 +113,11 @@ class Registry:
         names = self._names
         return [each for each in objects if id(each) not in names]
 
+    @property
+    def num_dropped(self) -> int:
+        """How many objects have gone since this was last taken note of."""
+        return len(self._dropped)
+
     def take_dropped(self) -> list[int]:
         """The names of objects that ceased to exist since the last call."""
         dropped, self._dropped = self._dropped, []

@@ -10,7 +10,7 @@ import pytest
 
 import stratagem as sg
 from stratagem.errors import StrategyError
-from tests.training.keras_runs import X, Y, compiled
+from tests.training.keras_runs import compiled
 
 layers = keras.layers
 
@@ -27,16 +27,6 @@ def normalized(**given: Any) -> Any:
 
 def recurrent(layer: Any) -> Any:
     return keras.Sequential([keras.Input(batch_shape=(4, 3, 2)), layer])
-
-
-@pytest.mark.usefixtures("in_scope")
-def test_jit_compile_is_refused_by_compile_and_by_fit() -> None:
-    with pytest.raises(StrategyError, match=r"has jit_compile=True.*leave jit_compile out or set it to False"):
-        compiled(normalized(synchronized=True), jit_compile=True)
-    model = compiled(normalized(synchronized=True))
-    model.jit_compile = True
-    with pytest.raises(StrategyError, match="leave jit_compile out"):
-        model.fit(X, Y, verbose=0)
 
 
 @pytest.mark.usefixtures("in_scope")

@@ -159,6 +159,10 @@ class ParameterWorkers(Driver):
     def make_equal(self, *_: Any) -> None:
         """Values lie once: they are equal."""
 
+    @property
+    def are_at_work(self) -> bool:
+        return bool(self.scheduler.num_under_way)
+
     def ask_children(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Calls a function of the library in every worker, when none has a step; waits for the answers."""
         with self._or_end():

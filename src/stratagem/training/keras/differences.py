@@ -20,14 +20,8 @@ def refuse(model: Any, strategy: Strategy) -> None:
     """Refuses what cannot be done.
 
     Raises:
-        StrategyError: The model is to be compiled by torch, or has a state for each row of a batch.
+        StrategyError: The model has a state for each row of a batch.
     """
-    if model.jit_compile:
-        raise StrategyError(
-            f"model {model.name!r} has jit_compile=True: torch would compile a whole step, but under a strategy "
-            f"replicas exchange gradients and share the optimizer's work inside a step; leave jit_compile out or set "
-            f"it to False"
-        )
     number = strategy.num_replicas_in_sync
     stateful = [each.name for each in model._flatten_layers() if isinstance(each, keras.layers.RNN) and each.stateful]
     if stateful and number > 1:

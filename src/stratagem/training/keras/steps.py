@@ -5,7 +5,7 @@ Gradients are exchanged by `loss.backward()` as in every step; what else a step 
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -48,6 +48,7 @@ class Compiled(torch.nn.Module):
     changed: list[Members]
     settings: Settings
     states: dict[str, StepState]
+    functions: dict[str, Callable[[Any], Any]]
 
     def __init__(
         self, model: Any, parts: Mapping[str, Any], variables: Sequence[Any], changed: Sequence[Members]
@@ -60,9 +61,10 @@ class Compiled(torch.nn.Module):
         self.__dict__["changed"] = list(changed)
         self.__dict__["settings"] = Settings.now()
         self.__dict__["states"] = {}
+        self.__dict__["functions"] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "states": {}}  # each replica has its own
+        return {**self.__dict__, "states": {}, "functions": {}}  # each replica has its own
 
     def install(self) -> Any:
         """The model, with these parts; and Keras set as it was when they were taken."""
@@ -74,6 +76,15 @@ class Compiled(torch.nn.Module):
             if getattr(self.model, name, None) is not part:
                 self.model.__dict__[name] = part
         return self.model
+
+    def function(self, kind: str) -> Callable[[Any], Any]:
+        """The model's own step, compiled by torch if the model is to be."""
+        own: Callable[[Any], Any] = getattr(self.model, f"{kind}_step")
+        if not self.model.jit_compile:
+            return own
+        if kind not in self.functions:
+            self.functions[kind] = torch.compile(own)
+        return self.functions[kind]
 
     def state(self, kind: str) -> StepState:
         """What a kind of step (`train`, `test`, `predict`) changes, in this replica."""
@@ -96,7 +107,7 @@ def step(kind: str, compiled: Compiled, data: Any) -> tuple[Any, torch.Tensor | 
     state = compiled.state(kind)
     with contextlib.nullcontext() if kind == "train" else torch.no_grad(), metric_state.for_loop():
         if replica is None or replica.num_replicas_in_sync == 1:
-            return _as_logs(getattr(model, f"{kind}_step")(data)), None
+            return _as_logs(compiled.function(kind)(data)), None
         with (
             state.own_values(replica),
             loss_reductions.of_global_batch(replica),
@@ -105,7 +116,7 @@ def step(kind: str, compiled: Compiled, data: Any) -> tuple[Any, torch.Tensor | 
                 model, None if _is_of_keras(model, kind) else functools.partial(state.of_all, replica)
             ),
         ):
-            told = _as_logs(getattr(model, f"{kind}_step")(data))
+            told = _as_logs(compiled.function(kind)(data))
     if kind == "predict":
         return told, None
     if kind == "train" and split_updates.writes_to_weights(model):
