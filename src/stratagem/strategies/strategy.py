@@ -13,7 +13,7 @@ from typing import Any, Self, final
 
 import torch
 
-from stratagem import _integrations, _tensorflow_names, _tree, inputs
+from stratagem import _integrations, _tensorflow_names, _torch, _tree, inputs
 from stratagem._checks import StaysHere, require_count
 from stratagem.cluster.resolvers.resolver import Resolver
 from stratagem.devices.device import LogicalDevice
@@ -478,6 +478,7 @@ class _Scope(contextlib.ContextDecorator, contextlib.AbstractContextManager[Any]
         self._entered: list[contextlib.AbstractContextManager[Any]] = []
 
     def __enter__(self) -> Any:
+        _torch.spare_compiler()  # the first optimizer of most programs is made in a scope
         block = self._opened()
         strategy = block.__enter__()
         self._entered.append(block)

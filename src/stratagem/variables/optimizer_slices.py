@@ -4,11 +4,9 @@ Owns the table of optimizers that treat each element by itself, and what `optimi
 around the update. Where the slices lie is the business of whoever calls.
 """
 
-import functools
 import inspect
 import itertools
 import operator
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -158,13 +156,6 @@ def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
         kind.step, stop=lambda each: not is_torchs and not hasattr(each, "hooked")
     )
     return _torch.step_of_adagrad(bare) if issubclass(kind, torch.optim.Adagrad) else bare
-
-
-def unwrap_zero_grad(optimizer: torch.optim.Optimizer) -> None:
-    """Lets an optimizer drop gradients without torch's wrapper, which imports its compiler."""
-    if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
-        bare = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-        optimizer.zero_grad = functools.partial(bare, weakref.proxy(optimizer))  # type: ignore[method-assign]
 
 
 def step_with_hooks(optimizer: torch.optim.Optimizer, update: Callable[[], None], closure: Any = None) -> Any:
