@@ -523,6 +523,30 @@ _OWN_FOLDER: Final = f"{Path(__file__).parent}/"
 
 # Optimizers and schedulers
 
+_COMPILER: Final = "torch._dynamo"
+_WITHOUT_COMPILER: Final = "__dynamo_disable"  # where torch keeps what it has made of a function
+_COMPILED_NEVER: Final = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+
+
+def spare_compiler() -> None:
+    """Lets optimizers be made and used without torch's compiler, as long as nothing else has loaded it.
+
+    Torch loads it, 800 modules in 0.7 s, to say that it shall leave some methods of optimizers alone. While it is not
+    loaded, nothing is compiled, and they can be called as they are.
+    """
+    for name in _COMPILED_NEVER:
+        wrapped = getattr(torch.optim.Optimizer, name)
+        bare = getattr(wrapped, "__wrapped__", None)
+        if bare is not None and not hasattr(bare, _WITHOUT_COMPILER):
+            setattr(bare, _WITHOUT_COMPILER, functools.partial(_call_bare, wrapped, bare))
+
+
+def _call_bare(wrapped: Callable[..., Any], bare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _COMPILER not in sys.modules:
+        return bare(*args, **kwargs)
+    delattr(bare, _WITHOUT_COMPILER)  # torch makes its own now
+    return wrapped(*args, **kwargs)
+
 
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     """Those of all optimizers and of `register_step_pre_hook`, which torch calls in its wrapper around `step`."""

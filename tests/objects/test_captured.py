@@ -20,6 +20,7 @@ from stratagem.objects import kinds
 from stratagem.objects.captured import Captured, Delivery
 from stratagem.objects.comparing import Same
 from stratagem.objects.kind import CONTENT
+from stratagem.objects.steady import Steady
 from stratagem.processes.packing import find_unsendable, pack
 from stratagem.processes.registry import Registry
 
@@ -332,6 +333,37 @@ def test_opaque_attributes_of_a_distributed_module_are_seen() -> None:
     assert [dict(members) for members, _ in captured.prepare(step).changes] == [
         {"slots": model.slots, "scale": 2.0},
     ]
+
+
+def test_children_that_share_a_look_at_steady_objects_are_each_sent_what_has_changed() -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    model.scale = 1.0
+    registry = Registry(keeps=False)
+    for number, part in enumerate((model, model.weight, model.bias), start=1):
+        registry.add(number, part)
+    steady = Steady(registry)
+    first, second = Captured(registry, steady), Captured(registry, steady)
+    step = lambda: model  # noqa: E731
+
+    def sent_to(captured: Captured) -> list[Any]:
+        steady.look()
+        delivery = captured.prepare(step)
+        if not steady.is_so:
+            steady.note()
+        return [dict(members) for members, _ in delivery.changes]
+
+    for captured in (first, second) * 2:
+        sent_to(captured)
+    assert [len(captured.distributed()[0]) for captured in (first, second)] == [0, 0]  # none is looked at by itself
+    model.scale = 2.0
+    assert [sent_to(captured) for captured in (first, second) * 2] == [[{"scale": 2.0}]] * 2 + [[]] * 2
+    model.scale = 3.0
+    assert sent_to(first) == [{"scale": 3.0}]
+    model.scale = 2.0
+    assert sent_to(first) == [{"scale": 2.0}]
+    assert sent_to(second) == []
+    second.forget()
+    assert len(second.distributed()[0]) == 1
 
 
 def test_what_is_compared_by_what_it_is_does_not_rest_on_its_address() -> None:

@@ -196,6 +196,41 @@ class PeculiarError(Exception):
         super().__init__(f"{one} and {two}")
 
 
+class Counting:
+    """A socket whose calls are counted."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self.calls: collections.Counter[str] = collections.Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._socket, name)
+        if not callable(found):
+            return found
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            return found(*args, **kwargs)
+
+        return counted
+
+
+def test_a_message_wakes_the_other_side_once_and_is_read_in_three_calls() -> None:
+    first, second = map(Counting, socket.socketpair())
+    sender, receiver = Wire(first), Wire(second)  # type: ignore[arg-type]
+    sender.send({"loss": torch.tensor(0.5), "others": [torch.arange(number) for number in range(9)]})
+    assert receiver.receive()["loss"] == 0.5
+    assert first.calls == {"sendmsg": 1}
+    assert second.calls == {"recvmsg": 1, "recvmsg_into": 2}
+    for each in (first, second):
+        each.close()
+
+
+def test_more_tensors_than_one_call_can_carry(ends: tuple[Wire, Wire]) -> None:
+    sent = [torch.full((number % 7,), number) for number in range(2000)]
+    assert all(map(torch.equal, passed(ends, sent), sent))
+
+
 def test_errors_survive_or_not() -> None:
     assert survives(ValueError("bad row 812"))
     assert survives(KeyError("a"))

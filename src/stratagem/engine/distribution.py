@@ -29,7 +29,6 @@ from stratagem.variables.optimizer_slices import StateMark, parameters_of
 from stratagem.variables.private import bring
 from stratagem.variables.slices import SplitUpdate
 
-
 _MANY_DROPPED = 1000
 
 

@@ -36,7 +36,7 @@ from stratagem.processes.region import Region
 from stratagem.variables import aggregation, buffers
 from stratagem.variables.central_updates import CentralUpdate, refuse_inside_another
 from stratagem.variables.copies import Copies, Written
-from stratagem.variables.optimizer_slices import StateElsewhere, parameters_of, put_step, unwrap_zero_grad
+from stratagem.variables.optimizer_slices import StateElsewhere, parameters_of, put_step
 from stratagem.variables.private import PrivateCopies
 from stratagem.variables.shared import SharedCopies
 from stratagem.variables.slices import SplitUpdate
@@ -223,8 +223,6 @@ class Replica:
                 return None
 
         put_step(optimizer, step)
-        if self.rank:
-            unwrap_zero_grad(optimizer)
 
     # Between runs
 
@@ -469,7 +467,7 @@ class Replica:
             self._depth += 1
             try:
                 with context.in_pass():
-                    original(tensors, self._scaled(tensors, grad_tensors), *args, **kwargs)
+                    original(*self._scaled(tensors, grad_tensors), *args, **kwargs)
             except BaseException:
                 self.sync.abandon_pass()
                 raise
@@ -516,15 +514,19 @@ class Replica:
         total = self.collective.all_reduce(torch.tensor(own, dtype=torch.float64))
         return total.to(loss.dtype if isinstance(loss, torch.Tensor) else torch.get_default_dtype())
 
-    def _scaled(self, tensors: Any, grad_tensors: Any) -> Any:
+    def _scaled(self, tensors: Any, grad_tensors: Any) -> tuple[Any, Any]:
         """The start of the backward pass, times this replica's part of the global batch."""
         weight = self.weight
         if weight == 1.0:
-            return grad_tensors
+            return tensors, grad_tensors
         outputs = _listed(tensors)
+        if grad_tensors is None and all(output.numel() == 1 and output.requires_grad for output in outputs):
+            # Not by a gradient to begin with: to compare its shape, torch would load sympy, a quarter of a second.
+            with torch.enable_grad():
+                return [output * weight for output in outputs], None
         given = (grad_tensors,) if grad_tensors is None or isinstance(grad_tensors, torch.Tensor) else grad_tensors
         starts = [*given, *[None] * (len(outputs) - len(given))]
-        return [
+        return tensors, [
             (torch.full_like(output, weight) if output.numel() == 1 else None) if start is None else start * weight
             for output, start in zip(outputs, starts, strict=True)
         ]

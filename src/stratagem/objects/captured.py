@@ -68,6 +68,7 @@ class Captured:
         self._distributed: dict[int, KnownObject] = {}  # by name
         self._seen: set[int] = set()  # distributed objects that have been looked at
         self._seen_version = -1  # of the registry
+        self._num_notes = -1  # of those that are steady: that of which all have been looked at one by one
         self._dropped: list[int] = []
         self._memory: list[tuple[int, int, int]] | None = None  # of distributed tensors: from, to, name
         self._limit = _MAX_NODES
@@ -120,6 +121,7 @@ class Captured:
         reached = self._in_run
         if not self._steady.is_so:
             reached = list(dict.fromkeys([*reached, *self._distributed.values()]))
+            self._num_notes = self._steady.num_notes
         for node in reached:
             obj = node.get()
             if obj is not None and not self.is_as_before(node, obj):
@@ -135,6 +137,7 @@ class Captured:
         self._in_run, self._again = [], None
         for node in self._distributed.values():
             node.state, node.stamp = dict.fromkeys(node.state, _UNKNOWN), None
+        self._num_notes = -1
 
     def reference(self, obj: Any) -> Any:
         """The name of an object that children have."""
@@ -244,7 +247,9 @@ class Captured:
         """The distributed objects whose attributes are to be looked at one by one, and the classes of the others."""
         if self._seen_version != self._registry.version:
             self._note_distributed()
-        if not self._steady.is_so:
+        if not self._steady.is_so or self._num_notes != self._steady.num_notes:
+            # They may have been noted as they are before these children were sent that.
+            self._num_notes = self._steady.num_notes if self._steady.is_so and self._steady.look() else -1
             return list(self._distributed.values()), set()
         rest = self._distributed.keys() - self._steady.names
         return [self._distributed[name] for name in sorted(rest)], self._steady.classes

@@ -41,6 +41,7 @@ class Steady:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self.is_so = False  # whether all of them were as before, at the last look
+        self.num_notes = 0  # how often they were taken as they are: who has seen them since knows them
         self.names: set[int] = set()
         self.classes: set[type] = set()  # of the modules among them
         self._modules: list[weakref.ref[torch.nn.Module]] = []
@@ -82,6 +83,7 @@ class Steady:
             until = self._num_looks + _NUM_APART
             self._apart |= dict.fromkeys(itertools.compress(self._module_names, changed), until)
         self._noted_at = self._num_looks
+        self.num_notes += 1
         self._apart = {name: last for name, last in self._apart.items() if last > self._num_looks}
         self._kept = []
         modules: dict[int, torch.nn.Module] = {}

@@ -13,7 +13,7 @@ import sys
 import traceback
 from typing import Any, final
 
-from stratagem import _integrations
+from stratagem import _integrations, _torch
 from stratagem._caller import calling_line, users_trace
 from stratagem.devices.memory import named
 from stratagem.errors import ReplicaError
@@ -59,6 +59,7 @@ def serve(wire: Pipe, registry: Registry) -> None:
         registry: The distributed objects that this child holds.
     """
     _this_process.append(Child(wire, registry))
+    _torch.spare_compiler()  # children have no other use for it
     _integrations.serve()
     sys.stdout = _Relay(wire, "stdout")
     sys.stderr = _Relay(wire, "stderr")

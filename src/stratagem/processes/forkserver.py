@@ -24,8 +24,8 @@ _MAX_MESSAGE_BYTES = 1 << 20
 def main(descriptor: int) -> None:
     """Serves one controller over an inherited socket until the controller is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
-    gc.collect()
     gc.freeze()  # or the collector would write to all that children share with this process, and so copy it
+    gc.enable()  # which was off for the imports
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     os.set_blocking(wake_read, False)

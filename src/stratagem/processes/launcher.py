@@ -222,9 +222,11 @@ class ForkServer:
 
 def _start_server(descriptor: int) -> "subprocess.Popen[bytes]":
     modules = ", ".join(["stratagem.processes.forkserver", *_integrations.modules_for_children()])
+    # What is imported stays: to look for garbage in it, again and again, would take a tenth of the time.
+    code = f"import gc; gc.disable(); import {modules}; stratagem.processes.forkserver.main({descriptor})"
     return subprocess.Popen(
         # -P: a file of the user's in the current folder must not stand in for a library.
-        [sys.executable, "-P", "-c", f"import {modules}; stratagem.processes.forkserver.main({descriptor})"],
+        [sys.executable, "-P", "-c", code],
         stdin=subprocess.DEVNULL,
         process_group=0,  # Ctrl-C is the controller's to handle, also before the server can say so
         pass_fds=[descriptor],

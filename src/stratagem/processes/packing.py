@@ -91,7 +91,7 @@ def pack(message: object, reference: Callable[[Any], Any] = lambda _: None) -> P
 
 
 def unpack(
-    data: bytes | bytearray,
+    data: bytes | bytearray | memoryview,
     buffers: Sequence[memoryview | bytearray],
     resolve: Callable[[Any], Any] | None,
     descriptors: Sequence[int] = (),
@@ -252,7 +252,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
 class _Unpickler(pickle.Unpickler):
     def __init__(
         self,
-        data: bytes | bytearray,
+        data: bytes | bytearray | memoryview,
         buffers: list[memoryview | bytearray],
         descriptors: list[int],
         resolve: Callable[[Any], Any] | None,

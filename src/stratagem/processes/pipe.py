@@ -3,6 +3,7 @@
 Large tensors travel in anonymous shared memory that the receiver maps; `packing` makes the bytes.
 """
 
+import array
 import contextlib
 import mmap
 import os
@@ -19,6 +20,7 @@ _HEAD = struct.Struct("<QIQ")  # length of the packed object, number of buffers,
 _LENGTH = struct.Struct("<Q")
 _LARGE_BYTES = 64 * 1024
 _MAX_DESCRIPTORS = 253  # as many as the kernel lets one message carry
+_MAX_PIECES = 512  # likewise: pieces of memory in one call; it allows twice as many
 
 
 @final
@@ -64,12 +66,7 @@ class Wire:
         descriptors = [each.descriptor for each in packed.regions] + [region.descriptor] * (region.num_bytes > 0)
         try:
             with self._sending:
-                if descriptors:
-                    sent = socket.send_fds(self._socket, [head], descriptors)
-                    head = head[sent:]
-                self._socket.sendall(head)
-                for buffer in small:
-                    self._socket.sendall(buffer)
+                self._send_all([memoryview(head), *small], descriptors)
         finally:
             region.close()
 
@@ -79,10 +76,11 @@ class Wire:
         if not first:
             raise EOFError("the other end of the pipe is closed")
         num_packed, num_buffers, num_shared_bytes = _HEAD.unpack(first + self._read(_HEAD.size - len(first)))
-        lengths = [_LENGTH.unpack(self._read(_LENGTH.size))[0] for _ in range(num_buffers)]
-        data = self._read(num_packed)
+        body = memoryview(self._read(num_buffers * _LENGTH.size + num_packed))
+        data = body[num_buffers * _LENGTH.size :]
+        lengths = [length for (length,) in _LENGTH.iter_unpack(body[: num_buffers * _LENGTH.size])]
         # All that is in the pipe is read before anything can fail that only this message needs.
-        small = iter([self._read(length) for length in lengths if length < _LARGE_BYTES])
+        small = iter(self._read_each([length for length in lengths if length < _LARGE_BYTES]))
         shared = memoryview(b"")
         if num_shared_bytes:
             shared = _received(descriptors, num_shared_bytes)
@@ -103,15 +101,35 @@ class Wire:
     def close(self) -> None:
         self._socket.close()
 
+    def _send_all(self, pieces: list[memoryview], descriptors: list[int]) -> None:
+        """Sends pieces in as few calls as there can be: each would wake the other side, which may need this core."""
+        carried = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        while pieces:
+            sent = self._socket.sendmsg(pieces[:_MAX_PIECES], carried)
+            pieces, carried = _after(pieces, sent), []
+
     def _read(self, num_bytes: int) -> bytearray:
-        data = bytearray(num_bytes)
-        view = memoryview(data)
-        while view:
-            received = self._socket.recv_into(view)
+        return self._read_each([num_bytes])[0]
+
+    def _read_each(self, lengths: list[int]) -> list[bytearray]:
+        """The next bytes, in pieces of these lengths."""
+        made = [bytearray(length) for length in lengths]
+        rooms = [memoryview(each) for each in made if each]
+        while rooms:
+            received = self._socket.recvmsg_into(rooms[:_MAX_PIECES])[0]
             if not received:
                 raise EOFError("the other end of the pipe closed in the middle of a message")
-            view = view[received:]
-        return data
+            rooms = _after(rooms, received)
+        return made
+
+
+def _after(pieces: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of pieces without their first bytes."""
+    for number, piece in enumerate(pieces):
+        if num_bytes < len(piece):
+            return [piece[num_bytes:], *pieces[number + 1 :]]
+        num_bytes -= len(piece)
+    return []
 
 
 @final

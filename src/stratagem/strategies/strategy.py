@@ -495,6 +495,7 @@ class _Scope(contextlib.ContextDecorator, contextlib.AbstractContextManager[Any]
         self._entered: list[contextlib.AbstractContextManager[Any]] = []
 
     def __enter__(self) -> Any:
+        _torch.spare_compiler()  # the first optimizer of most programs is made in a scope
         block = self._opened()
         strategy = block.__enter__()
         self._entered.append(block)

@@ -4,11 +4,9 @@ Owns the table of optimizers that treat each element by itself, and what `optimi
 around the update. Where the slices lie is the business of whoever calls.
 """
 
-import functools
 import inspect
 import itertools
 import operator
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -168,13 +166,6 @@ def put_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None
 
     _torch.mark_wrapped(uncompiled)
     optimizer.step = uncompiled  # type: ignore[method-assign]
-
-
-def unwrap_zero_grad(optimizer: torch.optim.Optimizer) -> None:
-    """Lets an optimizer drop gradients without torch's wrapper, which imports its compiler."""
-    if type(optimizer).zero_grad is torch.optim.Optimizer.zero_grad:
-        bare = functools.partial(inspect.unwrap(torch.optim.Optimizer.zero_grad), weakref.proxy(optimizer))
-        optimizer.zero_grad = functools.partial(_torch.not_compiled, bare)  # type: ignore[method-assign]
 
 
 def step_with_hooks(optimizer: torch.optim.Optimizer, update: Callable[[], None], closure: Any = None) -> Any:

@@ -20,7 +20,7 @@ NUM_EARLY = 5  # steps until all is made: optimizer state, buckets, what is know
 NUM_COUNTED = 4
 CHECK_EVERY = 3  # steps: among those that are counted is one in which replicas compare their weights
 RESULTS = 1  # of a step, each of which the host waits for
-NUM_NUMBERS = 7  # that a pass allocates in each replica: one for the weight of the loss, six for a look at all sums
+NUM_NUMBERS = 8  # that a pass allocates in each replica: two for the weight of the loss, six for a look at all sums
 RESULT = "copy to the host"
 
 STRATEGIES: list[sg.MirroredStrategy] = []

@@ -13,6 +13,7 @@ from stratagem.engine.queued.step import QueuedStep
 from stratagem.errors import ReplicaDiedError
 from stratagem.objects import per_replica, state_diff
 from stratagem.objects.captured import Captured
+from stratagem.objects.steady import Steady
 from stratagem.processes.group import ChildGroup, GroupMember, PendingCall
 from stratagem.processes.losses import SLICE_S, Replace
 from stratagem.processes.registry import Registry
@@ -29,11 +30,12 @@ class WorkerRecord:
 
     Args:
         registry: The names of distributed objects.
+        steady: Those among them that seldom change.
     """
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, steady: Steady) -> None:
         self._registry = registry
-        self.captured = Captured(registry)  # what it has of the objects that functions use
+        self.captured = Captured(registry, steady)  # what it has of the objects that functions use
         self.changes: state_diff.Snapshot = {}  # in distributed objects, that it has not been sent
         self.seed: int | None = None  # of random numbers, likewise
 
@@ -59,6 +61,7 @@ class Scheduler:
 
     Args:
         registry: The names of distributed objects.
+        steady: Those among them that seldom change.
         stall_timeout_s: How long a step may take before its worker counts as stalled.
         policy: How many workers may be replaced.
         introduce: Gives a new worker all that it must know; it then waits for steps.
@@ -70,6 +73,7 @@ class Scheduler:
     def __init__(
         self,
         registry: Registry,
+        steady: Steady,
         *,
         stall_timeout_s: float,
         policy: Replace,
@@ -89,7 +93,7 @@ class Scheduler:
         self.group.on_failure = self._note_failure
         self.records: dict[int, WorkerRecord] = {}
         self._queue: deque[QueuedStep] = deque()
-        self._registry = registry
+        self._registry, self._steady = registry, steady
         self._introduce_to, self._recover, self._message = introduce, recover, message
 
     # Workers
@@ -231,7 +235,7 @@ class Scheduler:
     # What the group tells
 
     def _introduce(self, worker: GroupMember) -> None:
-        record = self.records[worker.number] = WorkerRecord(self._registry)
+        record = self.records[worker.number] = WorkerRecord(self._registry, self._steady)
         self._introduce_to(worker, record)
 
     def _note_failure(self, worker: GroupMember, call: PendingCall) -> None:

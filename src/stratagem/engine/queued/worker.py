@@ -33,13 +33,7 @@ from stratagem.placement.records import PlacementRecord
 from stratagem.processes.allocator import give_back
 from stratagem.processes.child import this_child
 from stratagem.variables import aggregation, buffers
-from stratagem.variables.optimizer_slices import (
-    StateElsewhere,
-    parameters_of,
-    put_step,
-    step_with_hooks,
-    unwrap_zero_grad,
-)
+from stratagem.variables.optimizer_slices import StateElsewhere, parameters_of, put_step, step_with_hooks
 
 _FRESH_S = 1e-3  # for so long after a pull another one would bring next to nothing
 _NUM_EARLY_STEPS = 2
@@ -197,7 +191,6 @@ class WorkerRuntime:
         put_step(optimizer, push)
         optimizer.state = StateElsewhere(_STATE_WORDS, writes=False)
         optimizer.load_state_dict = optimizer.state.refuse
-        unwrap_zero_grad(optimizer)
 
     def _read_under_lock(self, module: torch.nn.Module) -> None:
         """Lets a table be read only while nobody changes it."""

@@ -82,6 +82,7 @@ class ParameterWorkers(Driver):
         self._is_started = False
         self.scheduler = Scheduler(
             self.distribution.registry,
+            self.distribution.steady,
             stall_timeout_s=stall_timeout_s,
             policy=Replace(max_restarts, restart_window_s),
             # So that a strategy that the program drops can go.
