@@ -102,7 +102,7 @@ class Captured:
         return delivery
 
     def _now(self, function: "weakref.ref[types.FunctionType]") -> "_Again":
-        return _Again(function, self._registry.version, self._steady.is_so, self._steady.names)
+        return _Again(function, self._registry.version, self._steady.is_so, self._steady.num_notes)
 
     def _is_same_again(self, function: Any) -> bool:
         """Whether a function is that of the last delivery, and all that it can reach is as it was."""
@@ -301,7 +301,7 @@ class _Again(NamedTuple):
     function: "weakref.ref[types.FunctionType]"
     version: int  # of the registry
     is_steady: bool
-    steady: set[int]
+    num_notes: int  # of what is steady
 
 
 @final
