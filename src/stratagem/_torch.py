@@ -161,7 +161,7 @@ class DataReads:
             return
         try:
             key = tensor.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):  # it has none
+        except (NotImplementedError, RuntimeError, ValueError):  # it has none, or none yet
             return
         for own in self._owners.values():
             owner = own[key]() if key in own else None

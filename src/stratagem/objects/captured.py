@@ -73,7 +73,7 @@ class Captured:
         self._memory: list[tuple[int, int, int]] | None = None  # of distributed tensors: from, to, name
         self._limit = _MAX_NODES
         self._in_run: list[KnownObject] = []  # what the function of the last delivery can reach
-        self._again: _Again | None = None  # what must be so for all of that to be as it was then
+        self._again: _SameRun | None = None  # what must be so for all of that to be as it was then
         self.new_globals: dict[int, Collection[str]] = {}  # of namespaces, in the last delivery
 
     def prepare(self, *roots: Any) -> Delivery:
@@ -101,8 +101,8 @@ class Captured:
         self._again = self._now(weakref.ref(roots[0])) if can_tell and not is_new else None
         return delivery
 
-    def _now(self, function: "weakref.ref[types.FunctionType]") -> "_Again":
-        return _Again(function, self._registry.version, self._steady.is_so, self._steady.num_notes)
+    def _now(self, function: "weakref.ref[types.FunctionType]") -> "_SameRun":
+        return _SameRun(function, self._registry.version, self._steady.is_so, self._steady.num_notes)
 
     def _is_same_again(self, function: Any) -> bool:
         """Whether a function is that of the last delivery, and all that it can reach is as it was."""
@@ -295,7 +295,7 @@ class Captured:
             is_done = not unused
 
 
-class _Again(NamedTuple):
+class _SameRun(NamedTuple):
     """What a delivery with nothing in it depends on, besides the objects that its function can reach."""
 
     function: "weakref.ref[types.FunctionType]"
