@@ -1,6 +1,7 @@
 """Wrong calls say which rule they broke, what came and what to do; the strategy goes on working."""
 
 import copy
+import gc
 import io
 import itertools
 import math
@@ -564,6 +565,15 @@ def test_nestings_without_end(each: sg.Strategy, make: Callable[[], list[Any]]) 
             repr(call())
 
 
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """What is collected where the stack ends has no room for its finalizers."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
 def test_results_and_closures_without_end(strategy: sg.MirroredStrategy) -> None:
     deep = nested()
     with pytest.raises(StrategyError, match="a nesting of values is at most 200 deep"):
