@@ -14,9 +14,9 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim import swa_utils
 
 import stratagem as sg
-from tests.foreign.programs import Program, Programs, Runner
+from tests.foreign.programs import SELDOM, Program, Programs, Runner
 
-programs = Programs()
+programs = Programs(seldom=SELDOM)
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 
 OPTIMIZERS: tuple[Callable[..., torch.optim.Optimizer], ...] = (
