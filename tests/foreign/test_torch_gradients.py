@@ -437,6 +437,23 @@ def clipped_and_scaled_by_torch(on: Runner) -> Any:
     return [in_two_runs(on, change) for change in (by_norm, by_value, replaced, dropped)]
 
 
+@programs()
+def methods_of_the_optimizer_are_run(on: Runner) -> Any:
+    with on.scope():
+        torch.manual_seed(3)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def compute(x: torch.Tensor, y: torch.Tensor) -> None:
+        functional.mse_loss(model(x), y).backward()
+
+    for _ in range(3):
+        on(compute, *batch(7))
+        on(optimizer.step)
+        on(optimizer.zero_grad)
+    return dict(model.named_parameters())
+
+
 # On accelerators writes through `.data` of such a vector are not seen.
 @programs(without=("strict mirrored 2",))
 def gradients_become_views_of_one_vector(on: Runner) -> Any:

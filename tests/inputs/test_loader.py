@@ -310,15 +310,20 @@ def test_dataset_that_cannot_be_sent_is_explained():
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_workers_load_the_same_and_end_with_the_epoch(num_replicas, released):
-    loader = DataLoader(Squares(11), batch_size=2, shuffle=True, num_workers=1)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_load_the_same_and_end_with_the_epoch(num_replicas, persistent, released):
+    loader = DataLoader(Squares(11), batch_size=2, shuffle=True, num_workers=1, persistent_workers=persistent)
     torch.manual_seed(2)
     expected = [[batch[0].flatten().tolist() for batch in loader] for _ in range(2)]
+    drawn = torch.rand(1)
     torch.manual_seed(2)
     data = distribute(loader, FakeHost(num_replicas))
     assert [batches(data, num_replicas) for _ in range(2)] == expected
+    assert torch.rand(1) == drawn
     for _ in data:
         break
+    data.close()
+    loader._iterator = None  # which has the workers of the plain one
 
 
 def test_workers_follow_when_batches_are_skipped(released):

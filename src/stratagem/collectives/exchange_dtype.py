@@ -21,7 +21,7 @@ def read_exchange_dtype(value: Any) -> torch.dtype | None:
     """
     if value is None or value is torch.bfloat16:
         return value
-    if isinstance(value, str) and value == BF16:
+    if isinstance(value, str) and value in (BF16, "bfloat16"):
         return torch.bfloat16
     if value is torch.float16 or (isinstance(value, str) and value in ("fp16", "float16", "half")):
         raise StrategyError(

@@ -65,6 +65,7 @@ class DistributedLoader(StaysHere):
         self.template: Any = None
         self.source = _source_of(loader, len(host.replicas_here))
         self._epochs = itertools.count(1)
+        self._seed: int | None = None
         self._sent = False
         self._probed = loader.collate_fn in (default_collate, as_they_are)
         self._closed = False
@@ -109,6 +110,13 @@ class DistributedLoader(StaysHere):
             portions.forget(self.key)
             send_waiting(self.host)
             self.host.call_in_children(portions.forget, self.key)
+
+    def seed_of_workers(self) -> int:
+        """The seed of an epoch's workers; workers that persist have one for all epochs."""
+        if self._seed is None or not self.loader.persistent_workers:
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+            self._seed = int(drawn.item())
+        return self._seed
 
     def probe(self, first: Portion) -> None:
         """Finds out, once, which parts of a batch are lists with one entry per example.
@@ -169,8 +177,7 @@ class _Epoch(Pass):
         self._waiting = waiting_calls(owner.host)
         # As in torch: first the sampler, then the seed of the workers, then the first index.
         self._sampler = iter(owner.loader.batch_sampler)  # type: ignore[arg-type]  # never None here
-        generator = owner.loader.generator
-        self._seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+        self._seed = owner.seed_of_workers()
         self._num_read = 0
         self._window: deque[tuple[int, list[Indices], tuple[int, ...]]] = deque()
         self._reads_ahead = _may_read_ahead(owner.loader)

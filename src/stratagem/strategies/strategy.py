@@ -26,6 +26,7 @@ from stratagem.objects.per_replica import PerReplica
 from stratagem.objects.step_arguments import StepArguments
 from stratagem.processes.losses import leave_users_frames
 from stratagem.processes.numbered import plain
+from stratagem.variables.optimizer_slices import in_every_replica
 
 
 class Strategy(StaysHere, ABC):
@@ -90,6 +91,7 @@ class Strategy(StaysHere, ABC):
         context.require_controller("strategy.run()")
         self.require_usable()
         self.require_call(fn, args, kwargs, num_steps)
+        fn = in_every_replica(fn)
         if num_steps is None:
             given = tuple(args)
             try:

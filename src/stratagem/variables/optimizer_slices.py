@@ -7,6 +7,8 @@ around the update. Where the slices lie is the business of whoever calls.
 import inspect
 import itertools
 import operator
+import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -165,7 +167,21 @@ def put_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None
         return _torch.not_compiled(step, closure)
 
     _torch.mark_wrapped(uncompiled)
+    uncompiled.owner = weakref.ref(optimizer)  # type: ignore[attr-defined]
     optimizer.step = uncompiled  # type: ignore[method-assign]
+
+
+def in_every_replica(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as replicas call it: of the step of this process's optimizer, that of their own."""
+    owner = getattr(function, "owner", None) if isinstance(function, types.FunctionType) else None
+    optimizer = owner() if isinstance(owner, weakref.ref) else None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return function
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    return step
 
 
 def step_with_hooks(optimizer: torch.optim.Optimizer, update: Callable[[], None], closure: Any = None) -> Any:
