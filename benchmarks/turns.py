@@ -58,6 +58,7 @@ def rounds(*, leads: bool = True) -> Iterator[Callable[[Figures], None]]:
                 if not lines.readline():
                     return  # nobody conducts any more
                 yield answer
+            lines.readline()  # nobody ends while others measure: that takes time of the machine
 
 
 def take_turns(
@@ -84,7 +85,7 @@ def take_turns(
             for key in programs if each % 2 == 0 else reversed(programs):
                 found[key].append(programs[key].measure())
         for program in programs.values():
-            program.wait()
+            program.let_go()
         return found
 
 
@@ -114,8 +115,9 @@ class _Program:
         figures: Figures = json.loads(line)
         return figures
 
-    def wait(self) -> None:
+    def let_go(self) -> None:
         """Lets the program end by itself."""
+        self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):  # what is left is ended
             self._process.wait(_TIMEOUT_S)
 
