@@ -9,6 +9,7 @@ import linecache
 import os
 import re
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from types import TracebackType
@@ -84,3 +85,10 @@ def _shortened(filename: str) -> str:
     with contextlib.suppress(OSError, ValueError):  # the folder is gone, or the file lies elsewhere
         return str(Path(filename).relative_to(Path.cwd()))
     return filename
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of an error's own text, as Python shows it, without the notes that follow."""
+    lines = traceback.format_exception_only(error)
+    num_notes = sum(len(str(note).split("\n")) for note in getattr(error, "__notes__", ()))
+    return lines[-1 - num_notes].strip()

@@ -100,6 +100,7 @@ class DataReads:
         self._owners: weakref.WeakKeyDictionary[Any, dict[int, weakref.ref[torch.Tensor]]] = weakref.WeakKeyDictionary()
         self._elsewhere: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
         self._own: dict[str, Any] = {}  # what torch.Tensor had itself, while others stand in its place
+        self._asking = threading.RLock()  # any thread may take the memory of a tensor
 
     def watch(self) -> None:
         """Begins to note, for the whole process."""
@@ -143,27 +144,31 @@ class DataReads:
         if tensors:
             self._stand_in()
         here = [each for each in tensors if each.is_cpu and each.layout is torch.strided]
-        self._owners[asker] = {each.untyped_storage()._cdata: weakref.ref(each) for each in here}
-        self._elsewhere[asker] = set(map(id, tensors)).difference(map(id, here))
+        with self._asking:
+            self._owners[asker] = {each.untyped_storage()._cdata: weakref.ref(each) for each in here}
+            self._elsewhere[asker] = set(map(id, tensors)).difference(map(id, here))
         self.are_known(tensors if self._by_id else ())
 
     def follow_memory_no_more(self, asker: Any) -> None:
         """Ends that."""
-        self._owners.pop(asker, None)
-        self._elsewhere.pop(asker, None)
-        self._stand_back()
+        with self._asking:
+            self._owners.pop(asker, None)
+            self._elsewhere.pop(asker, None)
+            self._stand_back()
 
     def _look_at(self, tensor: torch.Tensor) -> None:
         """Notes a tensor that is followed, and the one whose memory it lies in."""
-        if id(tensor) in self._followed or any(id(tensor) in own for own in self._elsewhere.values()):
+        with self._asking:
+            elsewhere, owners = list(self._elsewhere.values()), list(self._owners.values())
+        if id(tensor) in self._followed or any(id(tensor) in own for own in elsewhere):
             self._note(tensor)
-        if not self._owners or not tensor.is_cpu or tensor.layout is not torch.strided:
+        if not owners or not tensor.is_cpu or tensor.layout is not torch.strided:
             return
         try:
             key = tensor.untyped_storage()._cdata
         except (NotImplementedError, RuntimeError, ValueError):  # it has none, or none yet
             return
-        for own in self._owners.values():
+        for own in owners:
             owner = own[key]() if key in own else None
             if owner is not None:
                 self._note(owner)
@@ -172,8 +177,8 @@ class DataReads:
         """Puts what notes in the place of torch's own."""
         if self._own:
             return
-        self._own = {name: vars(torch.Tensor).get(name) for name in ("data", "numpy")}
-        data, to_numpy = _any_torch.Tensor.data, _any_torch.Tensor.numpy
+        self._own = {name: vars(torch.Tensor).get(name) for name in ("data", "numpy", "__dlpack__")}
+        data, to_numpy, to_dlpack = (getattr(_any_torch.Tensor, name) for name in self._own)
 
         def take(tensor: torch.Tensor) -> torch.Tensor:
             self._look_at(tensor)
@@ -188,7 +193,13 @@ class DataReads:
             self._look_at(tensor)
             return to_numpy(tensor, *args, **kwargs)
 
+        @functools.wraps(to_dlpack)
+        def dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._look_at(tensor)
+            return to_dlpack(tensor, *args, **kwargs)
+
         _any_torch.Tensor.data, _any_torch.Tensor.numpy = property(take, put), numpy
+        _any_torch.Tensor.__dlpack__ = dlpack
 
     def _stand_back(self) -> None:
         """Takes it away, if nobody is followed."""
@@ -544,7 +555,7 @@ def spare_compiler() -> None:
 def _call_bare(wrapped: Callable[..., Any], bare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if _COMPILER not in sys.modules:
         return bare(*args, **kwargs)
-    delattr(bare, _WITHOUT_COMPILER)  # torch makes its own now
+    vars(bare).pop(_WITHOUT_COMPILER, None)  # torch makes its own now
     return wrapped(*args, **kwargs)
 
 

@@ -496,6 +496,25 @@ def test_failed_run_leaves_nothing_that_overwrites_a_restored_model(
     assert all(torch.equal(value.cpu(), before[name].cpu()) for name, value in model.state_dict().items())
 
 
+def test_pass_that_fails_leaves_earlier_gradients_alone(strategy: sg.Strategy) -> None:
+    if not isinstance(strategy, sg.MirroredStrategy | sg.MultiWorkerMirroredStrategy):
+        pytest.skip("on one device a pass that fails has added a part of its gradients")
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 900), nn.Linear(900, 900), nn.Linear(900, 1))
+
+    def step(inputs: torch.Tensor) -> list[bool]:
+        model(inputs).sum().backward()
+        before = [each.grad.clone() for each in model.parameters()]
+        hidden = model[0](inputs)
+        hidden.register_hook(lambda _: 1 // 0)
+        with contextlib.suppress(ZeroDivisionError):
+            model[1:](hidden).sum().backward()
+        return [torch.equal(each.grad, own) for each, own in zip(model.parameters(), before, strict=True)]
+
+    for same in strategy.local_results(strategy.run(step, args=(torch.ones(2, 2),))):
+        assert same == [True] * 6
+
+
 def test_gradients_that_were_not_finite_in_an_earlier_pass_skip_the_update(
     strategy: sg.Strategy, request: pytest.FixtureRequest
 ) -> None:

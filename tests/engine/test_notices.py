@@ -108,6 +108,15 @@ def that_divides_rows_itself(strategy: sg.Strategy, step: Callable[..., torch.Te
         strategy.run(own_rows, args=batch)
 
 
+def that_returns_the_loss_of_all(strategy: sg.Strategy, step: Callable[..., torch.Tensor]) -> None:
+    def own_rows(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        rank, size = strategy.global_rank, strategy.world_size
+        return sg.get_replica_context().all_reduce("mean", step(x[rank::size], y[rank::size]).detach())
+
+    for batch in LOADER:
+        strategy.run(own_rows, args=batch)
+
+
 def that_only_looks(strategy: sg.Strategy, _: Callable[..., torch.Tensor]) -> None:
     for x, _ in LOADER:
         strategy.run(torch.mean, args=(x,))
@@ -130,6 +139,7 @@ def of_its_own_data(strategy: sg.Strategy, step: Callable[..., torch.Tensor]) ->
         of_one_tensor,
         of_equal_tensors,
         that_divides_rows_itself,
+        that_returns_the_loss_of_all,
         that_only_looks,
         of_distribute_with_a_plain_tensor,
         of_its_own_data,

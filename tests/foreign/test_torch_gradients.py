@@ -401,7 +401,12 @@ def written_through_numpy(model: nn.Module) -> None:
         each.grad.copy_(torch.from_numpy(numpy))
 
 
-CHANGES = (clamped_through_data, written_through_numpy)
+def written_through_dlpack(model: nn.Module) -> None:
+    for each in model.parameters():
+        torch.from_dlpack(each.grad).clamp_(-0.2, 0.2) if each.is_cpu else each.grad.clamp_(-0.2, 0.2)
+
+
+CHANGES = (clamped_through_data, written_through_numpy, written_through_dlpack)
 
 
 @programs()

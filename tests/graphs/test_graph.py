@@ -272,6 +272,9 @@ def test_session_that_never_takes_a_recorded_step_says_so_when_it_ends() -> None
         with sg.Session(graph) as session:
             for fetch in fetches:
                 session.run(fetch, fed)
+    with sg.Session(graph) as session:  # which only evaluates what another one has trained
+        session.run(loss, fed)
+        session.run(loss, fed)
 
 
 @pytest.mark.parametrize("of_module", [False, True])

@@ -185,21 +185,18 @@ def test_changes_between_steps_reach_all_workers(strategy: sg.ParameterServerStr
     assert look_twice() == {(2.0, False, 0.5)}
 
 
-@pytest.mark.parametrize("kind", ["scheduler", "slow scheduler", "option"])
-def test_a_schedule_that_a_worker_has_alone_is_warned_of_once(four_cpus: None, kind: str) -> None:
+@pytest.mark.parametrize("step_size", [1, 10])
+def test_a_schedule_that_a_worker_has_alone_is_warned_of_once(four_cpus: None, step_size: int) -> None:
     with sg.ParameterServerStrategy(num_workers=2) as strategy:
         with strategy.scope():
             model = make_net()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10 if kind == "slow scheduler" else 1, gamma=0.5)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size, gamma=0.5)
         train = plain_step(model, optimizer)
 
         def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             loss = train(x, y)
-            if kind == "option":
-                optimizer.param_groups[0]["lr"] *= 0.5
-            else:
-                scheduler.step()
+            scheduler.step()
             return loss
 
         def train_for_a_while() -> None:
@@ -207,12 +204,43 @@ def test_a_schedule_that_a_worker_has_alone_is_warned_of_once(four_cpus: None, k
                 strategy.reduce("mean", strategy.run(step, args=batch)).item()
             strategy.run(int).wait()
 
-        changed = "the options of SGD" if kind == "option" else "StepLR"
-        words = rf"changed {changed} in its worker.*Call scheduler\.step\(\)"
+        words = r"changed StepLR in its worker.*Call scheduler\.step\(\)"
         with pytest.warns(StratagemWarning, match=words) as told:
             train_for_a_while()
         assert len(told) == 1
         assert told[0].filename == __file__
+
+
+def test_rates_that_a_step_is_told_and_the_schedule_of_one_worker_are_not_warned_of(four_cpus: None) -> None:
+    with sg.ParameterServerStrategy(num_workers=1) as strategy, warnings.catch_warnings():
+        warnings.simplefilter("error", StratagemWarning)
+        with strategy.scope():
+            model = make_net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        train = plain_step(model, optimizer)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            train(x, y)
+            scheduler.step()
+
+        for batch in batches(4):
+            strategy.run(step, args=batch)
+        strategy.run(int).wait()
+    with sg.ParameterServerStrategy(num_workers=2) as strategy, warnings.catch_warnings():
+        warnings.simplefilter("error", StratagemWarning)
+        with strategy.scope():
+            model = make_net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train = plain_step(model, optimizer)
+
+        def step_at(rate: float, x: torch.Tensor, y: torch.Tensor) -> None:
+            optimizer.param_groups[0]["lr"] = rate
+            train(x, y)
+
+        for number, batch in enumerate(batches(4)):
+            strategy.run(step_at, args=(0.1 / (1 + number), *batch))
+        strategy.run(int).wait()
 
 
 def test_a_schedule_of_the_main_program_is_not_warned_of(strategy: sg.ParameterServerStrategy) -> None:

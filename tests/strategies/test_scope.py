@@ -197,6 +197,8 @@ def test_wrappers_of_torch_are_refused_with_what_to_do(strategy: sg.MirroredStra
     wrapped = nn.DataParallel(nn.Linear(2, 1))
     with pytest.raises(StrategyError, match=r"^DataParallel was used .* Leave it out"):
         other.adopt(wrapped)
+    with pytest.raises(StrategyError, match=r"^DataParallel was used .* Leave it out"):
+        other.run(lambda: wrapped)
     other.close()
 
 

@@ -158,6 +158,7 @@ class ReplicaContext:
         Gradients flow through it, back to the replicas. Replicas without examples are left out.
         """
         op = per_replica.require_op(op)
+        state.num_joint_values += 1
         reduce = functools.partial(differentiable.all_reduce, self._collective, op=op, counted=self._counted)
         return _tree.map(lambda each: reduce(_tensor("all_reduce", each)), value)
 
@@ -167,6 +168,8 @@ class ReplicaContext:
         Gradients flow through it: a contrastive loss over the rows of all replicas trains as on one device. Tensors of
         replicas without examples are left out; these replicas get the result, too.
         """
+
+        state.num_joint_values += 1
 
         def gathered(each: Any) -> torch.Tensor:
             own = per_replica.as_vector(_tensor("all_gather", each))
@@ -400,6 +403,7 @@ class _State(threading.local):
         self.replicas: list[ReplicaContext] = []
         self.merging: list[MergedStrategy] = []  # the functions of `merge_call` that the code is in
         self.held_back: list[object] = []  # whose runs leave every replica its own gradients
+        self.num_joint_values = 0  # that steps have made of those of all replicas
 
 
 state = _State()

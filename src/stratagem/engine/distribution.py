@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, final
 import torch
 
 from stratagem import _torch, _tree
+from stratagem._parallel_wrappers import refuse_wrapper
 from stratagem.engine import child_calls, context, foreign_metrics
 from stratagem.engine.recipe import Recipe
 from stratagem.errors import StrategyError
@@ -235,6 +236,7 @@ class Distribution:
                 )
             return
         self.tracker.refuse_if_elsewhere(obj)
+        refuse_wrapper(obj)
         where = "created outside strategy.scope(); create it inside `with strategy.scope():`, or call strategy.adopt"
         if isinstance(obj, torch.nn.Module):
             number = len(list(obj.parameters()))

@@ -162,6 +162,7 @@ class LocalReplicas(Driver):
         with self.with_workers():
             call = self._next_call(own, counts_here)
         self._num_steps += len(call.steps)
+        num_joint_values = context.state.num_joint_values
         self._group.run_number = call.number
         with Interrupts() as interrupts:
             with self.with_workers():
@@ -197,7 +198,7 @@ class LocalReplicas(Driver):
             for place, (step, counts, *everyones) in enumerate(steps):
                 arguments.under_way = place
                 self._judge(step, counts, everyones)
-                if counts is None:
+                if counts is None and context.state.num_joint_values == num_joint_values:
                     given = arguments.leaves()
                     self._same_rows.note(given, [each.result for each in everyones], updated=everyones[0].updated)
                 joined.append(self._joined([each.result for each in everyones], counts))

@@ -27,7 +27,7 @@ class Recorder(Protocol):
 
     @property
     def optimizer_steps(self) -> list[str]:
-        """The steps of optimizers in it, each with its line."""
+        """The steps of optimizers in it that no session has taken yet, each with its line."""
 
     @property
     def is_trace(self) -> bool:

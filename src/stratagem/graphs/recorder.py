@@ -55,7 +55,7 @@ class GraphRecorder:
     Attributes:
         sizes: The unknown sizes of the graph, if it has any.
         drawn: The random numbers that the program has made while it recorded.
-        optimizer_steps: The steps of optimizers in it, each with its line.
+        optimizer_steps: The steps of optimizers in it that no session has taken yet, each with its line.
     """
 
     def __init__(self, *, is_trace: bool = False) -> None:

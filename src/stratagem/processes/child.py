@@ -14,7 +14,7 @@ import traceback
 from typing import Any, final
 
 from stratagem import _integrations, _torch
-from stratagem._caller import calling_line, users_trace
+from stratagem._caller import calling_line, last_line, users_trace
 from stratagem.devices.memory import named
 from stratagem.errors import ReplicaError
 from stratagem.processes.children import Pipe
@@ -110,7 +110,7 @@ def describe(error: BaseException) -> tuple[BaseException | None, str, str]:
     """An error as it travels: itself if it can, its one line, and its traceback, from the user's first line on."""
     trace = users_trace(error.__traceback__) or error.__traceback__
     text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-    line = traceback.format_exception_only(error)[-1].strip()
+    line = last_line(error)
     return (error.with_traceback(None) if survives(error) else None), line, text
 
 

@@ -7,11 +7,10 @@ memory, and the policy: a loss ends the group, or the member is replaced.
 import dataclasses
 import os
 import signal
-import traceback
 from collections.abc import Sequence
 from typing import Final, Protocol, final
 
-from stratagem._caller import users_trace, with_cells
+from stratagem._caller import last_line, users_trace, with_cells
 from stratagem.devices.device import mib
 from stratagem.errors import ReplicaDiedError, ReplicaError, StratagemError
 
@@ -112,8 +111,9 @@ def raise_first(own: BaseException | None, failed: Sequence[Failed], rank: int |
         call.failure = None  # once raised, it leads to all that the program has
     if own is not None:
         if rank is not None and isinstance(own, Exception) and not isinstance(own, StratagemError):
-            line = traceback.format_exception_only(own)[-1].strip()
-            own.add_note(f"{_RAISED_IN} {_named([rank, *_same(failures, line)])}")
+            note = f"{_RAISED_IN} {_named([rank, *_same(failures, last_line(own))])}"
+            if note not in getattr(own, "__notes__", ()):
+                own.add_note(note)
         raise own
     if failures:
         cause = failures[0][1]

@@ -261,12 +261,12 @@ class Ledger:
     def abandon_pass(self) -> None:
         """Puts gradients back after a pass that has failed."""
         self._put_back_hooks()
+        if self._transport is not None:
+            self._transport.abandon()
         for name, parameter in self.parameters():
             if (self._transport is not None and name not in self._local) or name in self._hidden:
                 parameter.grad = self._set_aside.get(name, self._hidden.get(name))
         self._set_aside, self._hidden = {}, {}
-        if self._transport is not None:
-            self._transport.abandon()
 
     def _show_hidden(self) -> None:
         """In a replica without examples: drops what the pass gave, and shows what was there."""

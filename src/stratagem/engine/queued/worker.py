@@ -433,14 +433,12 @@ class WorkerRuntime:
 
 
 def _schedule_of(given: Sequence[Any]) -> list[tuple[str, Any]]:
-    """What a schedule changes, each with its name: how far schedulers are, and the options of optimizers."""
-    found: list[tuple[str, Any]] = []
-    for each in given:
-        if isinstance(each, torch.optim.lr_scheduler.LRScheduler):
-            found.append((type(each).__name__, getattr(each, "last_epoch", None)))  # a chain of others has none
-        elif isinstance(each, torch.optim.Optimizer):
-            found.append((f"the options of {type(each).__name__}", state_diff.options_of(each)))
-    return found
+    """How far schedulers are, each with its name; what a step itself sets, it may have been told."""
+    return [
+        (type(each).__name__, getattr(each, "last_epoch", None))  # a chain of others has none
+        for each in given
+        if isinstance(each, torch.optim.lr_scheduler.LRScheduler)
+    ]
 
 
 def _has_any(gradients: Sequence[torch.Tensor | None]) -> bool:

@@ -359,7 +359,7 @@ class ParameterWorkers(Driver):
         """Warns of steps whose gradients were not finite, or raises; warns of schedules that are a worker's own."""
         for step in finished:
             if isinstance(step.answer, StepAnswer):
-                if step.answer.scheduled and not self._is_told_of_schedule:
+                if step.answer.scheduled and not self._is_told_of_schedule and len(self.scheduler.workers) > 1:
                     self._is_told_of_schedule = True
                     about_schedule(step.answer.scheduled)
                 skipped = [(step.done_by, step.answer.skipped)] if step.answer.skipped else []

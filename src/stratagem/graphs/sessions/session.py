@@ -198,12 +198,11 @@ class Session(StaysHere):
         recorded = self.graph.recorder.optimizer_steps
         if not (recorded and self._num_runs > 1 and self._fleet.shares_memory):
             return
-        if not any(node.kind is NodeKind.ASSIGN for plan in self._plans.values() for node in plan.nodes):
-            warn_caller(
-                f"the graph has recorded {recorded[0]}, and none of the {self._num_runs} runs of this session has "
-                f"fetched it, so nothing was trained; fetch it with session.run([loss, graph.updates])",
-                StratagemWarning,
-            )
+        warn_caller(
+            f"the graph has recorded {recorded[0]}, and none of the {self._num_runs} runs of this session has "
+            f"fetched it, so nothing was trained; fetch it with session.run([loss, graph.updates])",
+            StratagemWarning,
+        )
 
     def close_idle(self) -> None:
         """Closes the session unless it is computing."""
@@ -240,6 +239,8 @@ class Session(StaysHere):
         run.execute()
         self._fleet.commit(run, places)
         self._num_runs += bool(asked.returned)
+        if any(node.kind is NodeKind.ASSIGN for node in plan.nodes):
+            self.graph.recorder.optimizer_steps.clear()
         results = {output: _result(output, run.owned(run.values[output].cpu())) for output in asked.returned}
         self._log.record(plan, run.num_bytes)
         return asked.filled(results)
