@@ -312,6 +312,8 @@ def test_compiled_update_is_refused_and_says_what_to_compile(strategy: sg.Mirror
 @pytest.mark.soak
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch's compiler needs one of C++")
-def test_machine_code_equals_one_device(strategy: sg.MirroredStrategy) -> None:
+def test_machine_code_equals_one_device(strategy: sg.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: Any = importlib.import_module("torch._inductor.config")
+    monkeypatch.setattr(settings, "compile_threads", 1)  # more of them stay for the life of the process
     ours = trained(strategy, torch.compile)
     assert_same(ours, trained(sg.OneDeviceStrategy()))
