@@ -32,9 +32,12 @@ class Selection:
         left_out = [item for item in items if not self._is_wanted(item)]
         config.hook.pytest_deselected(items=left_out)
         if self._deadline is not None and chosen:
-            # Where time may run out, it is not always the same tests that are left.
-            first = datetime.date.today().toordinal() * 7 % len(chosen)
-            chosen = chosen[first:] + chosen[:first]
+            # Where time may run out, it is not always the same tests that are left. Those of a file stay together: they
+            # share strategies, and with a second worker their order.
+            files = list(dict.fromkeys(item.path for item in chosen))
+            first = datetime.date.today().toordinal() * 7 % len(files)
+            places = {path: place for place, path in enumerate(files[first:] + files[:first])}
+            chosen.sort(key=lambda item: places[item.path])
         items[:] = chosen
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
