@@ -12,24 +12,10 @@ import stratagem
 from benchmarks import documents, history
 from benchmarks.processes import CommandFailed, run
 
-BENCHMARKS = {
-    "import_time": (),
-    "memory_limit": (),
-    "all_reduce": (),
-    "training": (),
-    "run_cost": (),
-    "cluster": (),
-    "local_sgd": (),
-    "estimator": (),
-    "keras_fit": (),
-    "loader": (),
-    "parameter_server": (),
-    "parameter_network": (),
-    "sessions": (),
-    "placement": (),
-    "strict_devices": (),
-}
-"""Their names and what they are asked for."""
+BENCHMARKS = (
+    *("import_time", "memory_limit", "all_reduce", "training", "run_cost", "cluster", "local_sgd", "estimator"),
+    *("keras_fit", "loader", "parameter_server", "parameter_network", "sessions", "placement", "strict_devices"),
+)
 
 _TIMEOUT_S = 1200.0
 
@@ -37,13 +23,13 @@ _TIMEOUT_S = 1200.0
 def main() -> None:
     """Runs the benchmarks; one that fails does not stop the others."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=list(BENCHMARKS), default=list(BENCHMARKS))
+    parser.add_argument("names", nargs="*", choices=BENCHMARKS, default=BENCHMARKS)
     options = parser.parse_args()
     failed, start = [], time.monotonic()
     for name in options.names:
         begin = time.monotonic()
         try:
-            command = [sys.executable, "-m", f"benchmarks.{name}", *BENCHMARKS[name]]
+            command = [sys.executable, "-m", f"benchmarks.{name}"]
             print(run(command, environment=os.environ, timeout_s=_TIMEOUT_S))
         except CommandFailed as error:
             failed.append(name)

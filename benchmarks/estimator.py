@@ -21,7 +21,7 @@ from benchmarks import turns
 from benchmarks.contender import NUM_WARM_UP, build, make_optimizer, train_step
 from benchmarks.measure import RESULTS
 from benchmarks.models import WORKLOADS, Workload
-from benchmarks.tables import TARGET_COLUMNS, Target, show
+from benchmarks.tables import TARGET_COLUMNS, Target, ratio_of, show
 from benchmarks.training import environment
 
 _MODELS = ("mlp", "cnn")
@@ -136,10 +136,7 @@ def _rows(figures: Measured) -> list[list[str]]:
 def _target(figures: Measured, model: str) -> Target:
     """How many examples per second the Estimator has, over those of the loop."""
     loop, own = ([each["step_s"] for each in figures[model, program]] for program in _PROGRAMS)
-    ratios = [first / second for first, second in zip(loop, own, strict=True)]
-    value = statistics.median(loop) / statistics.median(own)
-    what = f"examples/s of the custom loop, {model}, {_NUM_REPLICAS} replicas"
-    return Target(what, value, _TARGET, spread=(min(ratios), max(ratios)))
+    return ratio_of(f"examples/s of the custom loop, {model}, {_NUM_REPLICAS} replicas", loop, own, _TARGET)
 
 
 def main() -> None:

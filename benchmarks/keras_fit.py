@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import turns
 from benchmarks.measure import RESULTS
-from benchmarks.tables import TARGET_COLUMNS, Target, show
+from benchmarks.tables import TARGET_COLUMNS, Target, ratio_of, show
 from benchmarks.training import environment
 
 _GLOBAL_BATCH_SIZE = 256
@@ -91,6 +91,9 @@ def fit(workload: Workload, **options: Any) -> None:
             if epoch > 0:
                 self.answer({"step_s": (time.perf_counter() - self.start) / workload.num_steps, "loss": logs["loss"]})
 
+        def on_train_end(self, logs: object = None) -> None:
+            next(all_turns, None)  # until the others have measured, too
+
     num_epochs = 1 + turns.num_rounds()
     model.fit(inputs, targets, _GLOBAL_BATCH_SIZE, epochs=num_epochs, verbose=0, callbacks=[Turns()])
 
@@ -129,10 +132,8 @@ def targets_of(model: str, found: dict[str, list[Figures]]) -> Iterator[Target]:
     plains = [each["step_s"] for each in found["plain"]]
     for name, bounds in _TARGETS.items():
         own = [each["step_s"] for each in found[name]]
-        ratios = [one / other for one, other in zip(plains, own, strict=True)]
-        value = statistics.median(plains) / statistics.median(own)
         what = f"examples/s of plain Keras, {model}, {_NUM_REPLICAS} replicas" + name.removeprefix("mirrored")
-        yield Target(what, value, bounds.get(model), spread=(min(ratios), max(ratios)))
+        yield ratio_of(what, plains, own, bounds.get(model))
 
 
 def rows_of(model: str, found: dict[str, list[Figures]]) -> list[list[str]]:

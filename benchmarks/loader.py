@@ -19,7 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks import turns
+from benchmarks.contender import build, divide, train_step
 from benchmarks.measure import RESULTS
+from benchmarks.models import Workload
 from benchmarks.tables import TARGET_COLUMNS, Target, show
 from benchmarks.training import Measured, Program, environment, machine, ratio, speed
 
@@ -60,24 +62,11 @@ def make_loader(num_parts: int = 1, part: int | None = None) -> DataLoader[tuple
     )
 
 
-def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A small network."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16 * 16, 10))
-    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+def _small_network() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16 * 16, 10))
 
 
-def make_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
-    """One update."""
-
-    def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
+WORKLOAD = Workload(_small_network, lambda: next(iter(make_loader())), _NUM_BATCHES)
 
 
 def measure(epoch: Callable[[], Iterator[float]], *, leads: bool = True) -> None:
@@ -91,7 +80,7 @@ def measure(epoch: Callable[[], Iterator[float]], *, leads: bool = True) -> None
 
 def single() -> None:
     """Plain torch in one process."""
-    loader, step = make_loader(), make_step(*make_model())
+    loader, step = make_loader(), train_step(WORKLOAD, *build(WORKLOAD))
     measure(lambda: (step(*batch).item() for batch in loader))
 
 
@@ -100,8 +89,8 @@ def ddp() -> None:
     torch.distributed.init_process_group("gloo")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
-    model, optimizer = make_model()
-    step = make_step(nn.parallel.DistributedDataParallel(model), optimizer)
+    model, optimizer = build(WORKLOAD)
+    step = train_step(WORKLOAD, nn.parallel.DistributedDataParallel(model), optimizer)
     loader = make_loader(size, rank)
     measure(lambda: (step(*batch).item() for batch in loader), leads=rank == 0)
     torch.distributed.destroy_process_group()
@@ -111,10 +100,10 @@ def stratagem() -> None:
     """MirroredStrategy with the loader of the program for one process."""
     import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
 
-    sg.config.set_logical_device_configuration("cpu:0", [sg.config.LogicalDeviceConfiguration()] * 2)
+    divide(sg, 2)
     with sg.MirroredStrategy() as strategy:
         with strategy.scope():
-            step = make_step(*make_model())
+            step = train_step(WORKLOAD, *build(WORKLOAD))
         data = strategy.distribute(make_loader())
         measure(lambda: (float(strategy.reduce("mean", strategy.run(step, args=batch))) for batch in data))
 

@@ -1,6 +1,7 @@
 """Prints tables and targets on the screen and writes them as markdown."""
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -48,6 +49,16 @@ class Target:
     def as_json(self) -> dict[str, object]:
         """What the JSON file says of it."""
         return {**dataclasses.asdict(self), "met": self.met}
+
+
+def ratio_of(
+    what: str, own: Sequence[float], others: Sequence[float], bound: float | None = None, *, at_most: bool = False
+) -> Target:
+    """The median of one's rounds over that of another's, with the least and the greatest ratio of one round."""
+    if not own or not others:
+        return Target(what, None, bound, at_most)
+    ratios = [one / other for one, other in zip(own, others, strict=True)]
+    return Target(what, statistics.median(own) / statistics.median(others), bound, at_most, (min(ratios), max(ratios)))
 
 
 TARGET_COLUMNS = ("ratio", "measured", "rounds", "target", "met")

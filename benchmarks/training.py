@@ -25,7 +25,7 @@ from benchmarks.contender import PREFIX, Figures
 from benchmarks.measure import RESULTS
 from benchmarks.models import WORKLOADS
 from benchmarks.processes import CommandFailed, run
-from benchmarks.tables import TARGET_COLUMNS, Target, show
+from benchmarks.tables import TARGET_COLUMNS, Target, ratio_of, show
 from benchmarks.turns import take_turns
 
 NUM_WORKERS = 2
@@ -203,10 +203,7 @@ def ratio(
 ) -> Target:
     """One program's median over another's, with the least and the greatest of one round."""
     own, others = ([of(each) for each in measured.get((model, program), [])] for program in programs)
-    if not own or not others:
-        return Target(what, None, bound, at_most)
-    ratios = [one / other for one, other in zip(own, others, strict=True)]
-    return Target(what, statistics.median(own) / statistics.median(others), bound, at_most, (min(ratios), max(ratios)))
+    return ratio_of(what, own, others, bound, at_most=at_most)
 
 
 def median(measured: Measured, model: str, program: Program, of: Callable[[Figures], float]) -> float:
