@@ -41,6 +41,7 @@ RAY_ADDRESS = "RAY_ADDRESS"
 RAY_AUTH_MODE = "RAY_AUTH_MODE"
 RAY_TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 RAY_ON_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+RAY_NICENESS = "RAY_worker_niceness"
 SET_BY_RAY = (RAY_AUTH_MODE, "RAY_CLIENT_MODE", "RAY_USAGE_STATS_ENABLED", "PYTHONBREAKPOINT")
 
 _PREFIX = "STRATAGEM_"
@@ -132,6 +133,11 @@ def ray_address() -> str | None:
 def ray_auth_mode() -> str | None:
     """Whether Ray asks for a token, if somebody has said so."""
     return os.environ.get(RAY_AUTH_MODE)
+
+
+def ray_niceness() -> str | None:
+    """By how much Ray's workers give way to other processes, if somebody has said so."""
+    return os.environ.get(RAY_NICENESS)
 
 
 def without_what_ray_sets() -> contextlib.AbstractContextManager[None]:

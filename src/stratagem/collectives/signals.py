@@ -14,7 +14,7 @@ import ctypes
 import enum
 import errno
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -107,7 +107,7 @@ class Signals:
         self._num_looks = num_looks
         self._visit = 0
         self._num_meetings = 0
-        self._purpose = Purpose.EXCHANGE
+        self._purpose = int(Purpose.EXCHANGE)  # a plain number: it is compared in every meeting
         self.waited_s = 0.0
         start = region.shared(torch.uint8, 0, 1).data_ptr()
         self._semaphores = [
@@ -150,14 +150,14 @@ class Signals:
         self._visit = visit
         self._num_meetings = 0
 
-    @contextlib.contextmanager
-    def meeting_for(self, purpose: Purpose) -> Iterator[None]:
+    def meeting_for(self, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
         """A block whose meetings have a purpose."""
+        return _Meeting(self, purpose)
+
+    def change_purpose(self, purpose: int) -> int:
+        """Gives the next meetings a purpose; that of those before."""
         before, self._purpose = self._purpose, purpose
-        try:
-            yield
-        finally:
-            self._purpose = before
+        return before
 
     def leave(self) -> None:
         """Ends it: whoever still waits for this replica now waits in vain."""
@@ -173,7 +173,7 @@ class Signals:
         self._num_meetings += 1
         self._flags[self.rank, flag] = self._purpose
         self._meet()
-        if (self._flags[:, flag] != self._purpose).any():
+        if self.flags(flag).count(self._purpose) != self.size:
             self._tell_apart()
 
     def _meet(self) -> None:
@@ -188,7 +188,7 @@ class Signals:
 
     def _tell_apart(self) -> None:
         """Raises the error of a meeting to which replicas came for different purposes: all of them come here."""
-        self.put_note(self._purpose.told())
+        self.put_note(Purpose(self._purpose).told())
         self._meet()
         told = self.notes()
         self._meet()  # nobody writes another note before all have read these
@@ -246,6 +246,22 @@ class Signals:
             if has_left:
                 raise CollectiveError(
                     f"replica {source} has finished this run while replica {self.rank} still waits for it "
-                    f"{self._purpose.told()}; {_ADVICE}"
+                    f"{Purpose(self._purpose).told()}; {_ADVICE}"
                 )
             self.attend(clock.now_s(), [source])
+
+
+@final
+class _Meeting:
+    """The block of `Signals.meeting_for`; there are several in each step, and a generator would cost twice as much."""
+
+    __slots__ = ("_before", "_purpose", "_signals")
+
+    def __init__(self, signals: Signals, purpose: Purpose) -> None:
+        self._signals, self._purpose, self._before = signals, int(purpose), 0
+
+    def __enter__(self) -> None:
+        self._before = self._signals.change_purpose(self._purpose)
+
+    def __exit__(self, *_: object) -> None:
+        self._signals.change_purpose(self._before)

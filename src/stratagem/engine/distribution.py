@@ -5,6 +5,7 @@ from then on travel as references. Between runs the controller's objects are ord
 changes in them is found and passed on at the next run.
 """
 
+import contextlib
 import gc
 import itertools
 import weakref
@@ -31,6 +32,7 @@ from stratagem.variables.private import bring
 from stratagem.variables.slices import SplitUpdate
 
 _MANY_DROPPED = 1000
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class Receivers(Protocol):
@@ -117,9 +119,13 @@ class Distribution:
         self.steady = Steady(self.registry)
         self._state: state_diff.Snapshot = {}
 
-    @torch.inference_mode(mode=False)  # tensors that are placed now are trained later
     def bring_up_to_date(self, own: MainSide) -> None:
         """Distributes new objects, and the state of optimizers that the controller gave them."""
+        # Tensors that are placed now are trained later.
+        with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else _AS_IT_IS:
+            self._bring_up_to_date(own)
+
+    def _bring_up_to_date(self, own: MainSide) -> None:
         num_dropped = self.registry.num_dropped
         # Nobody waits for what is under way, which may itself wait for the program, in order to free some memory.
         if num_dropped > _MANY_DROPPED or (num_dropped and not self._replicas.are_at_work):
@@ -128,7 +134,8 @@ class Distribution:
             own.drop(dropped)
         self.steady.look()
         # What a distributed module holds is distributed too, wherever it was made.
-        self.tracker.note(*state_diff.unknown_parts(self.steady.rest().values(), self.registry))
+        live = self.steady.rest()
+        self.tracker.note(*state_diff.unknown_parts(live.values(), self.registry))
         if own.recipe.num_machines > 1 and self.tracker.has_news:
             gc.collect()  # what is garbage must be so on all machines, whenever their collectors come round
         made = self.tracker.take()
@@ -140,7 +147,7 @@ class Distribution:
             except BaseException:
                 self.tracker.put_back([obj for obj in made if obj not in self.registry])
                 raise
-        live = self.steady.rest()
+            live = self.steady.rest()
         for obj in live.values():
             if isinstance(obj, torch.optim.Optimizer):
                 self._check_optimizer(obj, set())  # groups may have been added

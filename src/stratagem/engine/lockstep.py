@@ -296,14 +296,9 @@ class LocalReplicas(Driver):
         with self.with_workers():
             self._workers.make_equal(tensors, labels, settings)
 
-    @contextlib.contextmanager
-    def with_workers(self) -> Iterator[None]:
+    def with_workers(self) -> contextlib.AbstractContextManager[None]:
         """A block after whose failure other machines, if there are any, cannot go on."""
-        if self._workers.size == 1:
-            yield
-            return
-        with self._or_end():
-            yield
+        return _NOT_AT_ALL if self._workers.size == 1 else self._or_end()
 
     def _forget_results(self, answers: Sequence[Any]) -> None:
         """Lets replicas drop what they keep for results that nobody will get."""
@@ -344,7 +339,7 @@ class LocalReplicas(Driver):
                 [
                     (
                         *(self.key, call, function, part, delivery if any(delivery[:2]) or delivery.dropped else None),
-                        [number for owner, number in unwanted if owner == rank],
+                        tuple([number for owner, number in unwanted if owner == rank]),
                     )
                     for rank, part in enumerate(parts, start=1)
                 ],
@@ -411,7 +406,7 @@ class LocalReplicas(Driver):
     ) -> tuple[BaseException | None, list[Done]]:
         part = arguments.part(0)
         try:
-            pinning = pinned(self._devices[0]) if len(self._devices) > 1 else contextlib.nullcontext()
+            pinning = pinned(self._devices[0]) if len(self._devices) > 1 else _NOT_AT_ALL
             numbers = self._random_numbers.of_replica(call.seed)
             with interrupts.allowed(), pinning, numbers, at_home(self._devices[0], self.tenant, own.global_rank):
                 return None, own.run(call, function, part, per_replica.kept_result)
@@ -451,7 +446,7 @@ class LocalReplicas(Driver):
         self._group.abort()
 
     def _collect(self, interrupts: Interrupts | None = None) -> list[Any]:
-        with self._or_end(), interrupts.allowed() if interrupts is not None else contextlib.nullcontext():
+        with self._or_end(), interrupts.allowed() if interrupts is not None else _NOT_AT_ALL:
             return self._group.collect()
 
     def _fetch(self, owner: Any, rank: int, number: int) -> Any:
@@ -476,6 +471,7 @@ def _place_of(tensor: torch.Tensor, registry: Registry | None, device: LogicalDe
     return device if is_variable or any(tensor is each for each in pending_parameters()) else None
 
 
+_NOT_AT_ALL = contextlib.nullcontext()
 _ONE_ORDER = "all workers must call run in the same order; call it in one thread"
 
 # Of all strategies: which replica this process is, is known for the process (the backward pass has threads of its own).

@@ -14,6 +14,7 @@ from typing import final
 import torch
 
 _STEP = 1_000_003
+_EVERYONES = contextlib.nullcontext()
 
 
 def seed_of(seed: int, replica: int) -> int:
@@ -81,12 +82,12 @@ class RandomNumbers:
         """Remembers the state after a run, to see whether the program draws before the next."""
         self._after_run = torch.get_rng_state()
 
-    @contextlib.contextmanager
-    def of_replica(self, seed: int | None) -> Iterator[None]:
+    def of_replica(self, seed: int | None) -> contextlib.AbstractContextManager[None]:
         """Inside the block, random numbers are those of the replica."""
-        if not self._apart:
-            yield
-            return
+        return self._own_stream(seed) if self._apart else _EVERYONES
+
+    @contextlib.contextmanager
+    def _own_stream(self, seed: int | None) -> Iterator[None]:
         outside = torch.get_rng_state()
         if seed is None:
             torch.set_rng_state(self._stream)

@@ -6,6 +6,7 @@ is what `run` sends; it has one `Step` for each pass over a batch.
 
 import dataclasses
 import enum
+import functools
 from typing import Any, Final
 
 import torch
@@ -14,7 +15,7 @@ from stratagem.collectives.exchange_dtype import travels_as
 from stratagem.engine.sync import SumGradients, SyncPlan
 from stratagem.errors import StrategyError
 from stratagem.objects import state_diff
-from stratagem.processes.packing import plain_bytes, plain_values
+from stratagem.processes.packing import part_of_messages, plain_bytes, plain_values
 from stratagem.variables.copies import Written
 
 _OPTIONS = {
@@ -66,16 +67,16 @@ class Recipe:
     sizes: tuple[int, ...] = ()
     machine: int = 0
 
-    @property
+    @functools.cached_property
     def num_machines(self) -> int:
         return len(self.sizes) or 1
 
-    @property
+    @functools.cached_property
     def total(self) -> int:
         """How many replicas there are on all machines."""
         return sum(self.sizes) or self.size
 
-    @property
+    @functools.cached_property
     def first(self) -> int:
         """The number of this machine's first replica among all."""
         return sum(self.sizes[: self.machine])
@@ -116,6 +117,7 @@ class Step:
     sums: bool = True
 
 
+@part_of_messages
 @dataclasses.dataclass(frozen=True)
 class Call:
     """What a replica must know of one call of `strategy.run`, besides the function.

@@ -4,6 +4,7 @@ Owns what counts as a leaf of a batch, which leaves are cut, and the sizes of th
 Knows nothing of where batches come from.
 """
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, final
@@ -24,12 +25,12 @@ BatchDim: TypeAlias = int | Mapping[Any, int]
 def sizes_of_slices(num_examples: int, num_replicas: int) -> tuple[int, ...]:
     """As even as possible, the larger ones first."""
     size, more = divmod(num_examples, num_replicas)
-    return tuple(size + (replica < more) for replica in range(num_replicas))
+    return (size + 1,) * more + (size,) * (num_replicas - more)
 
 
 def offsets(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Where each slice begins and ends."""
-    ends = np.cumsum(sizes).tolist()
+    ends = list(itertools.accumulate(sizes))
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
@@ -57,13 +58,12 @@ class Evenness:
         """
         if num_examples == 0:
             raise StrategyError(f"{what} has 0 examples; a global batch needs at least one")
-        self.check(num_examples, what)
-        sizes = sizes_of_slices(num_examples, self._num_replicas)
+        sizes = self.check(num_examples, what)
         self.note(sizes, what)
         return sizes
 
-    def check(self, num_examples: int, what: str) -> None:
-        """Raises the error of a batch that does not divide evenly, and should."""
+    def check(self, num_examples: int, what: str) -> tuple[int, ...]:
+        """The same; a batch may be empty."""
         sizes = sizes_of_slices(num_examples, self._num_replicas)
         if self._strict and sizes[0] != sizes[-1]:
             raise UnevenDataError(
@@ -71,6 +71,7 @@ class Evenness:
                 f"choose a global batch that is a multiple of {self._num_replicas} and drop_last=True, "
                 f"or allow it with uneven='allow'"
             )
+        return sizes
 
     def note(self, sizes: Sequence[int], what: str) -> None:
         """Says once that replicas go without data."""
@@ -172,7 +173,10 @@ def num_examples_of(leaves: Sequence[Any], what: str, dims: Sequence[int] | None
 def split(batch: Any, evenness: Evenness, what: str, here: range, batch_dim: BatchDim = 0) -> Any:
     """A global batch with a `PerReplica` at every leaf, of the slices of the replicas that are here."""
     leaves, structure = flatten(batch)
-    dims = batch_dims(batch, batch_dim, what)
+    if isinstance(batch_dim, int):
+        dims = [_checked_dim(each, batch_dim, what) for each in leaves]
+    else:
+        dims = batch_dims(batch, batch_dim, what)
     sizes = evenness.slices(num_examples_of(leaves, what, dims), what)
     bounds, counts = _part(offsets(sizes), here), tuple(_part(sizes, here))
     cut = [PerReplica(_cut(each, bounds, dim), counts) for each, dim in zip(leaves, dims, strict=True)]

@@ -27,6 +27,7 @@ from stratagem.objects.kinds import Namespace
 from stratagem.objects.known_objects import KnownObject, Stamp
 from stratagem.objects.per_replica import Deferred, PerReplica
 from stratagem.objects.random_kinds import GIVEN_RANDOM
+from stratagem.objects.same_again import SameAgain
 from stratagem.objects.steady import Steady, stays_itself
 from stratagem.objects.token_maker import DEFINITIONS, TokenMaker, is_large
 from stratagem.processes.packing import Raw, can_be_packed, global_names, travels_by_value
@@ -98,25 +99,24 @@ class Captured:
         self._in_run = preparation.reached()
         is_new = delivery.new or delivery.changes or delivery.dropped
         can_tell = all(node.stamp is not None for node in self._in_run) and isinstance(roots[0], types.FunctionType)
-        self._again = self._now(weakref.ref(roots[0])) if can_tell and not is_new else None
+        self._again = _SameRun(roots[0], self._surroundings(), self._in_run) if can_tell and not is_new else None
         return delivery
 
-    def _now(self, function: "weakref.ref[types.FunctionType]") -> "_SameRun":
-        return _SameRun(function, self._registry.version, self._steady.is_so, self._steady.num_notes)
+    def _surroundings(self) -> tuple[int, bool, int]:
+        """What a delivery depends on, besides the objects that its function can reach."""
+        return self._registry.version, self._steady.is_so, self._steady.num_notes
 
     def _is_same_again(self, function: Any) -> bool:
         """Whether a function is that of the last delivery, and all that it can reach is as it was."""
         again = self._again
-        if again is None or again.function() is not function or self._dropped or again != self._now(again.function):
+        if again is None or again.function() is not function or self._dropped:
             return False
-        for node in self._in_run:
-            obj = node.get()
-            if obj is None or node.stamp is None or not node.stamp.holds(node.kind.identities(obj)):
-                return False
-        return True
+        return again.surroundings == self._surroundings() and again.reached.holds()
 
     def note_run(self) -> None:
         """Notes the state after a run in this process: what steps changed lives in their replicas."""
+        if self._again is not None and self._steady.is_so and self._again.reached.holds():
+            return
         tokens = TokenMaker(self.name_of, self.knows)
         reached = self._in_run
         if not self._steady.is_so:
@@ -295,13 +295,16 @@ class Captured:
             is_done = not unused
 
 
-class _SameRun(NamedTuple):
-    """What a delivery with nothing in it depends on, besides the objects that its function can reach."""
+@final
+class _SameRun:
+    """A delivery with nothing in it, and what must be so for the next to be like it."""
 
-    function: "weakref.ref[types.FunctionType]"
-    version: int  # of the registry
-    is_steady: bool
-    num_notes: int  # of what is steady
+    def __init__(
+        self, function: types.FunctionType, surroundings: tuple[int, bool, int], reached: Sequence[KnownObject]
+    ) -> None:
+        self.function = weakref.ref(function)
+        self.surroundings = surroundings
+        self.reached = SameAgain(reached)
 
 
 @final

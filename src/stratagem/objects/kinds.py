@@ -297,6 +297,14 @@ class _Optimizer(Kind):
         own = {} if is_of_torch else {key: each for key, each in vars(obj).items() if key not in _OF_EVERY_OPTIMIZER}
         return own | {kind: _own_hooks(obj, kind) for kind in _torch.OPTIMIZER_HOOKS if vars(obj).get(kind)}
 
+    def identities(self, obj: Any) -> tuple[int, ...] | None:
+        if any(map(vars(obj).get, _torch.OPTIMIZER_HOOKS)):
+            return None
+        return _ITEMS.identities(self.read(obj))
+
+    def used(self, obj: Any) -> Iterable[Any]:
+        return _ITEMS.used(self.read(obj))
+
     def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
         _put_members(obj, members, removed)
 

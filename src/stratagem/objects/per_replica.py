@@ -7,7 +7,6 @@ import contextlib
 import functools
 import operator
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, final
 
@@ -33,12 +32,13 @@ class Remote:
         self.number = number
 
 
-class Deferred(ABC):
+class Deferred:
     """A value that its replica makes itself when a run needs it: data that is loaded where it is used."""
 
-    @abstractmethod
+    # Not an abstract class: every argument of every run is asked whether it is one, and those answer slowly.
     def load(self) -> Any:
         """The value, in the replica."""
+        raise NotImplementedError
 
 
 def load_deferred(value: Any) -> Any:

@@ -5,11 +5,14 @@ the next. Their members are compared by identity, in a few passes over all of th
 are objects described one by one (`state_diff`, `captured`).
 """
 
+import ctypes
 import itertools
 import weakref
+from collections.abc import Set
 from operator import call
 from typing import Any, Final, final
 
+import numpy as np
 import torch
 
 from stratagem import _torch
@@ -52,6 +55,7 @@ class Steady:
         self._kept: list[Any] = []  # values whose place in memory nothing else can take meanwhile
         self._seen: tuple[Any, ...] = ()
         self._apart: dict[int, int] = {}  # names of modules that change often, and until which look
+        self._others: Set[int] = frozenset()  # the names of all other objects
         self._num_looks = self._noted_at = 0
 
     def look(self) -> bool:
@@ -65,8 +69,7 @@ class Steady:
 
     def rest(self) -> dict[int, Any]:
         """All other objects, by name; all there are where some of these have changed."""
-        live = self._registry.live
-        return live(self._registry.names - self.names) if self.is_so else live()
+        return self._registry.live(self._others) if self.is_so else self._registry.live()
 
     def forget(self) -> None:
         """Nobody knows how they were, and nothing of them is kept."""
@@ -98,6 +101,7 @@ class Steady:
         self._modules = list(map(weakref.ref, modules.values()))
         self._tensors = list(map(weakref.ref, tensors.values()))
         self.names, self.classes = {*modules, *tensors}, set(map(type, modules.values()))
+        self._others = self._registry.names - self.names
         self._entries = list(map(_entry, modules.values()))
         self._version = self._registry.version
         self._seen = _seen(list(modules.values()), list(tensors.values()))
@@ -120,8 +124,9 @@ def _seen(modules: list[Any], tensors: list[Any]) -> tuple[Any, ...]:
     """What modules and tensors are made of, in lists that are equal as long as that is the same."""
     members: list[dict[str, Any]] = [vars(each) for each in modules]
     dicts = [*members, *itertools.chain.from_iterable(map(_torch.parts_of, modules))]
-    ids = list(map(id, itertools.chain.from_iterable(map(dict.values, dicts))))
     keys, sizes = list(itertools.chain.from_iterable(dicts)), list(map(len, dicts))
+    values = np.fromiter(itertools.chain.from_iterable(map(dict.values, dicts)), dtype=object, count=len(keys))
+    ids = ctypes.string_at(values.ctypes.data, values.nbytes)  # where each of them lies, without a number for each
     of_modules = any(itertools.chain.from_iterable(map(_torch.hooks_in, members)))
     # Those of the library are there too; one that the program adds makes more of them.
     of_tensors = list(map(len, filter(None, itertools.chain.from_iterable(map(_torch.hooks_of, tensors)))))

@@ -9,6 +9,7 @@ from typing import Any, final
 from stratagem import _tree
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
+from stratagem.processes.packing import part_of_messages
 
 Filled = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments and keyword arguments of one step."""
@@ -26,18 +27,21 @@ class NextBatch:
         self.place = place
 
 
+@part_of_messages
 @final
 class StepArguments:
     """The arguments of a function that one call runs for some steps.
 
     Args:
         args: Its arguments, with a `NextBatch` where each step has another batch; or one for all arguments.
-        kwargs: Its keyword arguments, likewise.
+        kwargs: Its keyword arguments, likewise, if there are any.
         batches: For each step, the batches that the places stand for; by default one step without any.
     """
 
-    def __init__(self, args: Any, kwargs: dict[str, Any], batches: Sequence[tuple[Any, ...]] = ((),)) -> None:
-        self.args, self.kwargs, self.batches = args, kwargs, tuple(batches)
+    def __init__(
+        self, args: Any, kwargs: dict[str, Any] | None = None, batches: Sequence[tuple[Any, ...]] = ((),)
+    ) -> None:
+        self.args, self.kwargs, self.batches = args, kwargs or {}, tuple(batches)
         self.under_way: int | None = None  # which step has begun, in this process
         self._leaves: list[Any] | None = None
 
@@ -77,4 +81,4 @@ class StepArguments:
         return self._leaves
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StepArguments, (self.args, self.kwargs, self.batches)
+        return StepArguments, (self.args, self.kwargs or None, self.batches)

@@ -58,9 +58,13 @@ def let_follow(follow: Follow) -> None:
     _followers.append(follow)
 
 
-@contextlib.contextmanager
-def _in_replica() -> Iterator[None]:
+def _in_replica() -> contextlib.AbstractContextManager[None]:
     """A replica is in none of the scopes of the program, and libraries compute on its device."""
+    return _apart() if _followers or scopes.state.open else scopes.placing()
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
     with contextlib.ExitStack() as entered:
         entered.enter_context(scopes.placing())
         if residence.replica() is not None:

@@ -34,10 +34,12 @@ def update() -> None:
     """Puts the mode of this thread in place where it is needed, and takes it away where it is not."""
     if _thread.changing:
         return
+    places = bool(scopes.state.open) or residence.in_use()
+    needed = places or bool(log.collectors)
+    if not needed and _thread.mode is None and not _placing:
+        return  # as around most runs
     _thread.changing = True  # what ends meanwhile must not begin this again
     try:
-        places = bool(scopes.state.open) or residence.in_use()
-        needed = places or bool(log.collectors)
         mode = _thread.mode or (Placing() if needed else None)
         _freeze(places)
         if mode is None:

@@ -210,24 +210,31 @@ def merge(outer: DeviceSpec, inner: DeviceSpec) -> DeviceSpec:
     return outer.make_merged_spec(inner)
 
 
-@contextlib.contextmanager
-def recording() -> Iterator[None]:
+@final
+class Recorders(contextlib.ContextDecorator):
+    """A block, or a function, with more recorders in its thread, or fewer; there are several in each run."""
+
+    def __init__(self, more: int) -> None:
+        self._more = more
+
+    def __enter__(self) -> None:
+        state.recorders += self._more
+
+    def __exit__(self, *_: object) -> None:
+        state.recorders -= self._more
+
+
+_ONE_MORE, _ONE_LESS = Recorders(1), Recorders(-1)
+
+
+def recording() -> Recorders:
     """For what is no operation of the program: scopes are kept, but eager operations of this thread are left alone."""
-    state.recorders += 1
-    try:
-        yield
-    finally:
-        state.recorders -= 1
+    return _ONE_MORE
 
 
-@contextlib.contextmanager
-def placing() -> Iterator[None]:
+def placing() -> Recorders:
     """For code of the program that is called inside the innermost `recording`: as outside that."""
-    state.recorders -= 1
-    try:
-        yield
-    finally:
-        state.recorders += 1
+    return _ONE_LESS
 
 
 @contextlib.contextmanager

@@ -1,11 +1,14 @@
 """Holds Ctrl-C back while the replicas are between two states."""
 
+# Not `signal`, which makes enums of all that it is given and gives, in every run.
+import _signal  # type: ignore[import-not-found]
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
 from types import FrameType
-from typing import Any, final
+from typing import Any, Final, final
+
+_SIGINT: Final = int(signal.SIGINT)
 
 
 @final
@@ -22,27 +25,30 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGINT)
+            before = _signal.getsignal(_SIGINT)
             if callable(before):
                 self._before = before
-                signal.signal(signal.SIGINT, self._take)
+                _signal.signal(_SIGINT, self._take)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+            _signal.signal(_SIGINT, self._before)
         self._has_ended = True
         self._deliver()  # also in the place of another error: it is what the user wants
 
-    @contextlib.contextmanager
-    def allowed(self) -> Iterator[None]:
+    def allowed(self) -> contextlib.AbstractContextManager[None]:
         """A part of the block in which it takes effect at once."""
+        return _Allowed(self)
+
+    def allow(self) -> None:
+        """Lets it take effect from now on, also what came before."""
         self._is_allowed = True
-        try:
-            self._deliver()
-            yield
-        finally:
-            self._is_allowed = False
+        self._deliver()
+
+    def forbid(self) -> None:
+        """Holds it back again."""
+        self._is_allowed = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self._is_allowed or self._has_ended:  # a step may have kept this handler, and set it again later
@@ -54,3 +60,23 @@ class Interrupts:
         if self._held:
             frame, self._held = self._held[0], []
             self._before(signal.SIGINT, frame)
+
+
+@final
+class _Allowed:
+    """The block of `Interrupts.allowed`."""
+
+    __slots__ = ("_interrupts",)
+
+    def __init__(self, interrupts: Interrupts) -> None:
+        self._interrupts = interrupts
+
+    def __enter__(self) -> None:
+        try:
+            self._interrupts.allow()
+        except BaseException:
+            self._interrupts.forbid()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._interrupts.forbid()

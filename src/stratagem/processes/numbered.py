@@ -44,7 +44,7 @@ def plain(stream: TextIO | None) -> Any:
 def numbered(number: int) -> Iterator[None]:
     """What this thread prints in the block has the number of a replica."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = own = _over(sys.stdout), _over(sys.stderr)
+    sys.stdout, sys.stderr = own = _over("stdout"), _over("stderr")
     outer, _lines.ahead = _lines.ahead, label("replica", number)
     try:
         yield
@@ -83,9 +83,18 @@ class _Line:
 _places: "weakref.WeakKeyDictionary[Any, _Line]" = weakref.WeakKeyDictionary()
 
 
-def _over(stream: TextIO | None) -> Any:
-    """A stream with numbers; a program without a terminal has none."""
-    return None if stream is None else _Numbered(plain(stream))
+_latest: dict[str, "_Numbered"] = {}  # most runs find the streams of the one before
+
+
+def _over(name: str) -> Any:
+    """A stream of this process with numbers; a program without a terminal has none."""
+    stream = plain(getattr(sys, name))
+    if stream is None:
+        return None
+    own = _latest.get(name)
+    if own is None or own.stream is not stream:
+        own = _latest[name] = _Numbered(stream)
+    return own
 
 
 @final

@@ -20,7 +20,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, ModuleType
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
@@ -60,7 +60,12 @@ class Raw:
         # As a flat row, whatever steps axes of length 1 have.
         content: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
         data = content.tobytes() if len(content) <= _TINY_BYTES else beside(content)
-        return _from_bytes, (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+        return _from_bytes, (_name(tensor.dtype), tuple(tensor.shape), data)
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _from_bytes(dtype: str, shape: tuple[int, ...], data: Any) -> torch.Tensor:
@@ -141,7 +146,17 @@ def survives(error: BaseException) -> bool:
 # How objects of other libraries travel: given an object, what pickle's `__reduce__` returns, or `NotImplemented`.
 reducers: list[Callable[[Any], Any]] = [_torch.reduce_compiled, _torch.reduce_parametrized]
 
-_NEVER_NAMED = frozenset({int, float, bool, str, bytes, type(None), tuple})
+_NEVER_NAMED: set[type] = {int, float, bool, str, bytes, type(None), tuple, Raw}
+_REDUCED: set[type] = set()
+
+_T = TypeVar("_T", bound=type)
+
+
+def part_of_messages(kind: _T) -> _T:
+    """Marks a class of the library: its objects travel as their `__reduce__` says, and nothing else is asked."""
+    _NEVER_NAMED.add(kind)
+    _REDUCED.add(kind)
+    return kind
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not typed
@@ -158,9 +173,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
             storage.cut(self._buffers)
 
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) in _NEVER_NAMED:
+        kind = type(obj)
+        if kind in _NEVER_NAMED or ((kind is FunctionType or kind is type) and _is_ours(obj)):
             return None
-        if isinstance(obj, Region):
+        if kind is Region:
             number = next((each for each, known in enumerate(self.regions) if known is obj), len(self.regions))
             if number == len(self.regions):
                 self.regions.append(obj)
@@ -170,8 +186,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Raw:
             return obj.reduced(pickle.PickleBuffer)
-        if isinstance(obj, FunctionType | type) and _is_ours(obj):
-            return NotImplemented  # its name is enough
+        if type(obj) in _REDUCED or (isinstance(obj, FunctionType | type) and _is_ours(obj)):
+            return NotImplemented  # its own way; a name is enough
         if isinstance(obj, torch.Tensor):
             return self._reduce_tensor(obj)
         if isinstance(obj, torch.optim.Optimizer):
@@ -245,7 +261,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
             holder = self._storages[storage.data_ptr()] = _Storage(storage)
             holder.number = len(self._buffers)  # its buffers are the next ones
         holder.use(tensor)
-        form = (str(tensor.dtype).removeprefix("torch."), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        form = (_name(tensor.dtype), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         return _build_tensor, (holder, *form, tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
 
 

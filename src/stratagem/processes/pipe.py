@@ -58,6 +58,10 @@ class Wire:
 
     def send_packed(self, packed: "Packed") -> None:
         """Sends what `pack` made; the same may go to several children."""
+        if not packed.buffers and not packed.regions:
+            with self._sending:
+                self._send_all([memoryview(_HEAD.pack(len(packed.data), 0, 0) + packed.data)], [])
+            return
         small = [buffer for buffer in packed.buffers if len(buffer) < _LARGE_BYTES]
         large = [buffer for buffer in packed.buffers if len(buffer) >= _LARGE_BYTES]
         region = _Outgoing(large)
@@ -75,8 +79,12 @@ class Wire:
         first, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, _MAX_DESCRIPTORS)
         if not first:
             raise EOFError("the other end of the pipe is closed")
-        num_packed, num_buffers, num_shared_bytes = _HEAD.unpack(first + self._read(_HEAD.size - len(first)))
+        if len(first) < _HEAD.size:
+            first += self._read(_HEAD.size - len(first))
+        num_packed, num_buffers, num_shared_bytes = _HEAD.unpack(first)
         body = memoryview(self._read(num_buffers * _LENGTH.size + num_packed))
+        if not num_buffers:
+            return unpack(body, (), self._resolve, descriptors, keeps_classes=self._keeps_classes)
         data = body[num_buffers * _LENGTH.size :]
         lengths = [length for (length,) in _LENGTH.iter_unpack(body[: num_buffers * _LENGTH.size])]
         # All that is in the pipe is read before anything can fail that only this message needs.

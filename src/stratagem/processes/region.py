@@ -51,6 +51,7 @@ class Region:
     def _map_private(self, descriptor: int) -> None:
         self._private = mapped(descriptor, self.num_bytes, mmap.MAP_PRIVATE)
         self._num_faults_when_clean = _NOT_CLEAN
+        self._map_when_clean = b""
         self._first_page = torch.frombuffer(self._private, dtype=torch.uint8).data_ptr() // PAGE_BYTES
 
     @classmethod
@@ -93,9 +94,16 @@ class Region:
         if num_faults == self._num_faults_when_clean != _NOT_CLEAN:
             return _NO_PAGES
         data = os.pread(_pagemap(os.getpid()), 8 * (self.num_bytes // PAGE_BYTES), 8 * self._first_page)
+        if data == self._map_when_clean:
+            self._num_faults_when_clean = num_faults
+            return _NO_PAGES
         entries = np.frombuffer(data, dtype=np.uint64)
-        pages = np.flatnonzero((entries >= _SWAPPED) & (entries & _FILE_PAGE == 0))
-        self._num_faults_when_clean = _NOT_CLEAN if len(pages) else num_faults
+        pages: np.ndarray
+        (pages,) = ((entries >= _SWAPPED) & (entries & _FILE_PAGE == 0)).nonzero()
+        if len(pages):
+            self._num_faults_when_clean = _NOT_CLEAN
+        else:
+            self._num_faults_when_clean, self._map_when_clean = num_faults, data
         return pages
 
     def publish(self, pages: np.ndarray) -> None:

@@ -100,8 +100,13 @@ class Registry:
 
     def live(self, names: Iterable[int] | None = None) -> dict[int, Any]:
         """The objects of these names that still exist, by name; by default all."""
-        found = {name: self.resolve(name) for name in list(self._objects if names is None else names)}
-        return {name: obj for name, obj in found.items() if obj is not None}
+        found = {}
+        for name in list(self._objects if names is None else names):
+            held = self._objects.get(name)  # it may go at any time
+            obj = held if held is None or self._keeps else held()
+            if obj is not None:
+                found[name] = obj
+        return found
 
     @property
     def names_by_id(self) -> Mapping[int, int]:

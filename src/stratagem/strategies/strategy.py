@@ -5,11 +5,13 @@ replicas agree is each strategy's own.
 """
 
 import contextlib
+import functools
 import inspect
 import sys
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
 
 import torch
 
@@ -409,7 +411,7 @@ class Strategy(StaysHere, ABC):
             require_count(num_steps=num_steps)
         if not callable(fn):
             raise StrategyError(f"run calls a function in every replica, got {type(fn).__name__} {fn!r}")
-        if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+        if _comes_back_later(fn):
             raise StrategyError(
                 f"run calls a function that is finished when it returns, got {fn.__name__} with yield or async; "
                 f"return the values, in a list if there are several"
@@ -420,7 +422,16 @@ class Strategy(StaysHere, ABC):
             raise StrategyError(f"kwargs is a dict of keyword arguments, got {type(kwargs).__name__} {kwargs!r}")
         if kwargs and not all(isinstance(name, str) for name in kwargs):
             raise StrategyError(f"kwargs has the names of arguments as its keys, got {list(kwargs)!r}")
-        for each in _tree.leaves((args, kwargs), is_leaf=_is_per_replica):
+        for each in _tree.leaves((args, kwargs)):
+            if type(each) is PerReplica:
+                if len(each) != len(self.replicas_here):
+                    raise StrategyError(
+                        f"run takes batches of its own strategy: {type(self).__name__} has {len(self.replicas_here)} "
+                        f"replica(s) here, and was given values of a strategy with {len(each)}, so that rows would be "
+                        f"lost or missing; use the strategy whose distribute made the batch, or distribute the data "
+                        f"with this"
+                    )
+                continue
             if isinstance(each, inputs.Distributed):
                 raise StrategyError(
                     f"run takes one batch, got distributed data, which has many; write `for batch in data: "
@@ -434,12 +445,6 @@ class Strategy(StaysHere, ABC):
                 )
             if isinstance(each, inputs.Pass):
                 self._require_own(each, num_steps, fn)
-            if _is_per_replica(each) and len(each) != len(self.replicas_here):
-                raise StrategyError(
-                    f"run takes batches of its own strategy: {type(self).__name__} has {len(self.replicas_here)} "
-                    f"replica(s) here, and was given values of a strategy with {len(each)}, so that rows would be lost "
-                    f"or missing; use the strategy whose distribute made the batch, or distribute the data with this"
-                )
 
     def _require_own(self, iterator: inputs.Pass, num_steps: int | None, fn: Callable[..., Any]) -> None:
         """Refuses an iterator for which nothing says how many steps it is for, and that of another strategy."""
@@ -598,6 +603,16 @@ def require_adoptable(objects: tuple[Any, ...]) -> None:
 
 
 _ALSO_ADOPTABLE = torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler
+
+
+_LATER: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def _comes_back_later(fn: Callable[..., Any]) -> bool:
+    """Whether a function is not finished when it returns."""
+    while isinstance(fn, functools.partial | types.MethodType):
+        fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
+    return isinstance(fn, types.FunctionType) and bool(fn.__code__.co_flags & _LATER)
 
 
 def _is_per_replica(value: Any) -> bool:

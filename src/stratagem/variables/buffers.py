@@ -26,14 +26,14 @@ def held_by(objects: Iterable[Any]) -> list[Held]:
     ]
 
 
-@torch.no_grad()
 def take_in(held: Sequence[Held]) -> None:
     """Writes what modules hold now, in new tensors of the same form, into the buffers that they held."""
     for module, key, buffer in held:
         new = _torch.buffers_of(module).get(key)
         if new is None or new is buffer or _form(new) != _form(buffer) or buffer.layout != torch.strided:
             continue
-        buffer.copy_(new.clone())  # it may be a view of the buffer itself
+        with torch.no_grad():
+            buffer.copy_(new.clone())  # it may be a view of the buffer itself
         _torch.buffers_of(module)[key] = buffer
 
 

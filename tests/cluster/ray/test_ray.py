@@ -93,6 +93,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Iterat
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
         patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv(_env.RAY_NICENESS, "0")  # else its workers get next to nothing of a machine that others use too
         import ray
         from ray._private.authentication_test_utils import reset_auth_token_state
         from ray.cluster_utils import Cluster

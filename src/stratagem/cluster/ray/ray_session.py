@@ -189,7 +189,9 @@ def _start(ray: Any, folder: str) -> None:
     # So Ray says that no other machine takes part; it does so by itself on systems where that cannot be.
     before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     try:
-        with _env.with_changes({_env.RAY_ON_NETWORK: "0"}), _without_ctrl_c(), _quiet():
+        # By default Ray's workers give way to all other processes, and so to the program that waits for them.
+        changes = {_env.RAY_ON_NETWORK: "0", _env.RAY_NICENESS: _env.ray_niceness() or "0"}
+        with _env.with_changes(changes), _without_ctrl_c(), _quiet():
             ray.init(address="local", include_dashboard=False, logging_level=logging.ERROR, _temp_dir=folder)
     finally:
         constants.ENABLE_RAY_CLUSTER = before
