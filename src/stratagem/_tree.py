@@ -76,7 +76,8 @@ def _map(function: Callable[[Any], Any], value: Any, is_leaf: IsLeaf | None, dep
     kind = type(value)
     if kind in _ALWAYS_LEAVES:
         return function(value)
-    _require_shallow(depth)
+    if depth > _DEEPEST:
+        raise _too_deep()
     if kind is tuple:
         return tuple([_map(function, each, is_leaf, depth + 1) for each in value])
     if kind is list:
@@ -107,7 +108,8 @@ def _map_only(kind: type | tuple[type, ...], function: Callable[[Any], Any], val
     own = type(value)
     if own in _ALWAYS_LEAVES:
         return value
-    _require_shallow(depth)
+    if depth > _DEEPEST:
+        raise _too_deep()
     if own is tuple or own is list:
         made = [_map_only(kind, function, each, depth + 1) for each in value]
         return own(made) if any(builtins.map(operator.is_not, made, value)) else value
@@ -194,15 +196,18 @@ def _collect(value: Any, is_leaf: IsLeaf | None, found: list[Any], depth: int) -
     if (is_leaf is not None and is_leaf(value)) or kind in _ALWAYS_LEAVES:
         found.append(value)
     elif kind is tuple or kind is list:
-        _require_shallow(depth)
+        if depth > _DEEPEST:
+            raise _too_deep()
         for each in value:
             _collect(each, is_leaf, found, depth + 1)
     elif kind is dict:
-        _require_shallow(depth)
+        if depth > _DEEPEST:
+            raise _too_deep()
         for each in value.values():
             _collect(each, is_leaf, found, depth + 1)
     elif (opened := _opened(value)) is not None:
-        _require_shallow(depth)
+        if depth > _DEEPEST:
+            raise _too_deep()
         for each in opened[0]:
             _collect(each, is_leaf, found, depth + 1)
     else:
@@ -210,23 +215,27 @@ def _collect(value: Any, is_leaf: IsLeaf | None, found: list[Any], depth: int) -
 
 
 def _flattened(value: Any, is_leaf: IsLeaf | None, found: list[Any], depth: int) -> Structure:
+    if type(value) in _ALWAYS_LEAVES:
+        found.append(value)
+        return _LEAF
     opened = None if is_leaf is not None and is_leaf(value) else _opened(value)
     if opened is None:
         found.append(value)
         return _LEAF
-    _require_shallow(depth)
+    if depth > _DEEPEST:
+        raise _too_deep()
     parts, form = opened
     kind = type(value)
     under = tuple([_flattened(each, is_leaf, found, depth + 1) for each in parts])
-    return Structure(kind, form, under, value if _is_record(kind) else None)
+    is_plain = kind is tuple or kind is list or kind is dict
+    return Structure(kind, form, under, value if not is_plain and _is_record(kind) else None)
 
 
-def _require_shallow(depth: int) -> None:
-    if depth > _DEEPEST:
-        raise StrategyError(
-            f"a nesting of values is at most {_DEEPEST} deep, got one that is deeper or contains itself; make it flat, "
-            f"or make it inside the function"
-        )
+def _too_deep() -> StrategyError:
+    return StrategyError(
+        f"a nesting of values is at most {_DEEPEST} deep, got one that is deeper or contains itself; make it flat, or "
+        f"make it inside the function"
+    )
 
 
 def _unflattened(waiting: Iterator[Any], form: Structure) -> Any:

@@ -29,11 +29,13 @@ from stratagem.placement.log import log_placement
 from stratagem.placement.records import PlacementRecord
 from stratagem.processes.allocator import keep_freed_memory
 from stratagem.processes.child import this_child
+from stratagem.processes.packing import part_of_messages
 from stratagem.processes.region import Region
 from stratagem.variables.copies import Written
 from stratagem.variables.slots import Slots
 
 
+@part_of_messages
 class Answer(NamedTuple):
     """What comes back from a run.
 

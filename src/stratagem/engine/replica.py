@@ -31,7 +31,8 @@ from stratagem.objects import new_parts, per_replica
 from stratagem.objects.step_arguments import StepArguments
 from stratagem.placement import home, scopes
 from stratagem.processes.allocator import give_back
-from stratagem.processes.numbered import numbered
+from stratagem.processes.numbered import Numbered
+from stratagem.processes.packing import part_of_messages
 from stratagem.processes.region import Region
 from stratagem.variables import aggregation, buffers
 from stratagem.variables.central_updates import CentralUpdate, refuse_inside_another
@@ -49,9 +50,11 @@ _UNSUMMED_FLAG = 10  # and the next: by turns, since a replica may be one update
 _STEP_FLAG = 12  # and the next, likewise: what each replica tells between two steps of a call
 _UNSETTLED, _SKIPPED, _UPDATED = 1, 2, 4  # the parts of that
 _NUMBER_FLAG = 14
+_AS_IT_IS = contextlib.nullcontext()
 _PASS_OPTIONS = ("retain_graph", "create_graph", "grad_variables", "inputs")  # of torch.autograd.backward
 
 
+@part_of_messages
 class Done(NamedTuple):
     """What came of one step in one replica.
 
@@ -96,6 +99,9 @@ class Replica:
         self.rank = rank
         self._strategy = weakref.ref(strategy)  # it ends with the program's last use of it, not with this one
         self.recipe = recipe
+        self.all_counts: tuple[int, ...] | None  # how many examples replicas of all machines have, if that is known
+        self.all_counted: list[bool]  # which of them have any, so that their gradients count
+        self._begin_step(None)
         self.device: torch.device = strategy.devices[rank].torch_device
         alone = _have_cores_of_their_own(strategy.devices)
         place = (rank, recipe.size) if meet is None else (0, 1)
@@ -119,7 +125,6 @@ class Replica:
         self._given: list[weakref.ref[Any]] = []
         self._num_early_runs = 0
         self.updates: dict[int, SplitUpdate] = {}
-        self._step: Step | None = None
         self.run_number = 0  # that of the call; 0 outside of runs
         self.num_alone = 0  # steps since replicas that train alone last agreed
         self._num_skipped = 0  # updates in a row
@@ -250,23 +255,13 @@ class Replica:
         """Which replica this is, among those of all machines."""
         return self.recipe.first + self.rank
 
-    @property
-    def _counts(self) -> tuple[int, ...] | None:
-        counts = self._step.counts if self._step else None
-        if counts is None or self.meets:
-            return counts
-        return self.recipe.counts_alone(counts[self.recipe.first : self.recipe.first + self.recipe.size])
-
-    @property
-    def all_counts(self) -> tuple[int, ...] | None:
-        """How many examples of this step each replica of all machines has, if that is known."""
-        return self._counts
-
-    @property
-    def all_counted(self) -> list[bool]:
-        """Which replicas of all machines have examples in this step, so that their gradients count."""
-        counts = self._counts
-        return [True] * self.recipe.total if counts is None else [count > 0 for count in counts]
+    def _begin_step(self, step: Step | None) -> None:
+        """Takes a step as the one that is under way; `None` outside of runs."""
+        self._step, counts = step, step.counts if step else None
+        if counts is not None and not self.meets:
+            counts = self.recipe.counts_alone(counts[self.recipe.first : self.recipe.first + self.recipe.size])
+        self.all_counts = counts
+        self.all_counted = [True] * self.recipe.total if counts is None else [count > 0 for count in counts]
 
     @property
     def counted(self) -> list[bool]:
@@ -318,15 +313,15 @@ class Replica:
     @property
     def share(self) -> float:
         """This replica's part of the examples, whatever is done with gradients."""
-        counts = self._counts
-        if counts is None or not sum(counts):
+        counts = self.all_counts
+        if counts is None or not (total := sum(counts)):
             return 1.0 / self.recipe.total
-        return counts[self.global_rank] / sum(counts)
+        return counts[self.global_rank] / total
 
     @property
     def num_examples(self) -> float:
         """How many examples of the step this replica has; 1 if nobody knows."""
-        return 1.0 if self._counts is None else float(self._counts[self.global_rank])
+        return 1.0 if self.all_counts is None else float(self.all_counts[self.global_rank])
 
     @property
     def syncs(self) -> bool:
@@ -387,7 +382,8 @@ class Replica:
                 self.signals.abort()
             raise
         finally:
-            self._step, self.run_number = None, 0  # a step leads to what the program has
+            self._begin_step(None)  # a step leads to what the program has
+            self.run_number = 0
             self.signals.enter(0)  # who meets after the run waits for those that have left it
             context.current_runs.pop()
             context.state.replicas.pop()
@@ -415,17 +411,18 @@ class Replica:
 
     def _one_step(self, step: Step, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """From the batch to the state after the update: load, compute, agree."""
-        self._step, self._depth, self._syncing, self._given_weight = step, 0, step.sums, None
+        self._begin_step(step)
+        self._depth, self._syncing, self._given_weight = 0, step.sums, None
         self.signals.put_flag(_UPDATING_FLAG, 0)
         self.stepped = self.updated = self._has_summed = False
         self._skipped, self._num_updates = [], 0  # a failed call may have ended before an update in some
         held = buffers.held_by(self.distributed())
         watched = self._num_early_runs and self.recipe.total > 1
         parts = new_parts.parts_of(self.distributed()) if watched else None
-        given = per_replica.load_deferred((args, kwargs))
-        args, kwargs = per_replica.brought(given, self.device, computes_on=self.device)
+        args, kwargs = per_replica.load_deferred(args), per_replica.load_deferred(kwargs) if kwargs else kwargs
+        args, kwargs = per_replica.brought((args, kwargs), self.device, computes_on=self.device)
         # What children print has their number on its way.
-        with numbered(self.rank) if self.rank == 0 and self.recipe.size > 1 else contextlib.nullcontext():
+        with Numbered(self.rank) if self.rank == 0 and self.recipe.size > 1 else _AS_IT_IS:
             result = home.compute(function, args, kwargs, self._variables())
         result = per_replica.brought(result, torch.device("cpu"), computes_on=self.device)
         if parts is not None:

@@ -43,7 +43,11 @@ class Deferred:
 
 def load_deferred(value: Any) -> Any:
     """A nesting of values with everything loaded that the replica makes itself."""
-    return _tree.map_only(Deferred, lambda each: each.load(), value)
+    return _tree.map_only(Deferred, _loaded, value)
+
+
+def _loaded(value: Deferred) -> Any:
+    return value.load()
 
 
 def brought(value: Any, device: torch.device, *, computes_on: torch.device) -> Any:

@@ -33,7 +33,8 @@ class SameAgain:
         seen = {id(each) for function in functions for each in (function, *(function.__closure__ or ()))}
         self._functions = list(map(weakref.ref, functions))
         self._seen = _seen(functions)
-        self._rest = [node for node, each in held if id(each) not in seen]
+        rest = [(node, each) for node, each in held if id(each) not in seen]
+        self._rest = [(node.weak or node.get, node.kind.identities, node.kind.identities(each)) for node, each in rest]
         # As long as these are kept, alive and known, no other object can be where one of them was.
         self._stamps = stamps = [node.stamp for node in nodes if node.stamp is not None]
         self._known = list({id(each): each for stamp in stamps for each in stamp.known}.values())
@@ -47,9 +48,9 @@ class SameAgain:
             return False
         if _seen(functions) != self._seen:
             return False
-        for node in self._rest:
-            obj = node.get()
-            if obj is None or node.stamp is None or not node.stamp.holds(node.kind.identities(obj)):
+        for get, identities, before in self._rest:
+            obj = get()
+            if obj is None or identities(obj) != before:
                 return False
         return True
 

@@ -17,6 +17,7 @@ import torch
 from stratagem import _torch
 from stratagem.devices import kind_table
 from stratagem.errors import StrategyError
+from stratagem.objects.comparing import FIXED
 from stratagem.placement import log, resolution
 
 _NO_NAME = -1  # of a part that only this replica has
@@ -76,7 +77,10 @@ def unknown_parts(objects: Iterable[Any], known: Container[Any]) -> list[Any]:
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The options of each group of an optimizer, as they are now."""
-    return [{key: _own(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return [
+        {key: value if type(value) in FIXED else _own(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def _values(obj: Any, names: Mapping[int, int]) -> Any:

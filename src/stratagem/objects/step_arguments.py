@@ -11,6 +11,8 @@ from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
 from stratagem.processes.packing import part_of_messages
 
+_ONE_STEP = ((),)  # without batches of its own
+
 Filled = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments and keyword arguments of one step."""
 
@@ -39,7 +41,7 @@ class StepArguments:
     """
 
     def __init__(
-        self, args: Any, kwargs: dict[str, Any] | None = None, batches: Sequence[tuple[Any, ...]] = ((),)
+        self, args: Any, kwargs: dict[str, Any] | None = None, batches: Sequence[tuple[Any, ...]] = _ONE_STEP
     ) -> None:
         self.args, self.kwargs, self.batches = args, kwargs or {}, tuple(batches)
         self.under_way: int | None = None  # which step has begun, in this process
@@ -66,18 +68,21 @@ class StepArguments:
 
     def part(self, replica: int, *, sent: bool = False) -> "StepArguments":
         """What one replica gets of them; see `per_replica.select`."""
+        if not self.kwargs and self.batches == _ONE_STEP:
+            return StepArguments(per_replica.select(self.args, replica, sent=sent))
         return StepArguments(*per_replica.select((self.args, self.kwargs, self.batches), replica, sent=sent))
 
     def counts(self) -> list[tuple[int, ...] | None]:
         """How many examples each replica has in each step, where that is known."""
-        if self.batches == ((),):
+        if self.batches == _ONE_STEP:
             return [per_replica.counts_of(self.leaves())]
         return [per_replica.counts_of(_tree.leaves(self.of(step))) for step in range(len(self))]
 
     def leaves(self) -> list[Any]:
         """All values in them."""
         if self._leaves is None:
-            self._leaves = _tree.leaves((self.args, self.kwargs, self.batches))
+            plain = not self.kwargs and self.batches == _ONE_STEP
+            self._leaves = _tree.leaves(self.args if plain else (self.args, self.kwargs, self.batches))
         return self._leaves
 
     def __reduce__(self) -> tuple[Any, ...]:

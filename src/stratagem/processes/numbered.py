@@ -5,14 +5,12 @@ passes through a stream that does the same, for the thread that runs it and as l
 again in their place (progress bars) are as wide as the terminal, and are left alone.
 """
 
-import contextlib
 import dataclasses
 import io
 import re
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any, Final, TextIO, final
 
 _SEQUENCES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -37,23 +35,31 @@ _lines = _LinesOfThread()
 
 def plain(stream: TextIO | None) -> Any:
     """A stream of this process without the numbers of replica 0."""
-    return stream.stream if isinstance(stream, _Numbered) else stream
+    return stream.stream if isinstance(stream, _NumberedStream) else stream
 
 
-@contextlib.contextmanager
-def numbered(number: int) -> Iterator[None]:
-    """What this thread prints in the block has the number of a replica."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = own = _over("stdout"), _over("stderr")
-    outer, _lines.ahead = _lines.ahead, label("replica", number)
-    try:
-        yield
-    finally:
-        _lines.ahead = outer
+@final
+class Numbered:
+    """A block in which what this thread prints has the number of a replica."""
+
+    def __init__(self, number: int) -> None:
+        self._ahead = label("replica", number)
+        self._before: tuple[Any, Any] = None, None
+        self._own: tuple[Any, Any] = None, None
+        self._outer: str | None = None
+
+    def __enter__(self) -> None:
+        self._before = sys.stdout, sys.stderr
+        self._own = sys.stdout, sys.stderr = _over("stdout"), _over("stderr")
+        self._outer, _lines.ahead = _lines.ahead, self._ahead
+
+    def __exit__(self, *_: object) -> None:
+        _lines.ahead = self._outer
         # Code in the block may have put another stream in its place.
-        for name, stream, former in zip(("stdout", "stderr"), own, before, strict=True):
-            if getattr(sys, name) is stream:
-                setattr(sys, name, former)
+        if sys.stdout is self._own[0]:
+            sys.stdout = self._before[0]
+        if sys.stderr is self._own[1]:
+            sys.stderr = self._before[1]
 
 
 @dataclasses.dataclass
@@ -83,7 +89,7 @@ class _Line:
 _places: "weakref.WeakKeyDictionary[Any, _Line]" = weakref.WeakKeyDictionary()
 
 
-_latest: dict[str, "_Numbered"] = {}  # most runs find the streams of the one before
+_latest: dict[str, "_NumberedStream"] = {}  # most runs find the streams of the one before
 
 
 def _over(name: str) -> Any:
@@ -93,12 +99,12 @@ def _over(name: str) -> Any:
         return None
     own = _latest.get(name)
     if own is None or own.stream is not stream:
-        own = _latest[name] = _Numbered(stream)
+        own = _latest[name] = _NumberedStream(stream)
     return own
 
 
 @final
-class _Numbered(io.TextIOBase):
+class _NumberedStream(io.TextIOBase):
     """A stream that numbers the lines of replicas, and is otherwise the stream below it.
 
     Code in a step may keep it, as handlers of logging do, and write to it afterwards or in other threads.

@@ -60,7 +60,7 @@ class Raw:
         # As a flat row, whatever steps axes of length 1 have.
         content: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
         data = content.tobytes() if len(content) <= _TINY_BYTES else beside(content)
-        return _from_bytes, (_name(tensor.dtype), tuple(tensor.shape), data)
+        return _from_bytes, (_form(tensor.dtype, tensor.shape), data)
 
 
 @functools.cache
@@ -68,11 +68,24 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _from_bytes(dtype: str, shape: tuple[int, ...], data: Any) -> torch.Tensor:
+@functools.lru_cache
+def _form(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """The form of a tensor in a message: most batches have that of the one before."""
+    return plain_bytes((_name(dtype), tuple(shape)))
+
+
+@functools.lru_cache
+def _form_of(data: bytes) -> tuple[torch.dtype, tuple[int, ...]]:
+    dtype, shape = plain_values(data)
+    return getattr(torch, dtype), shape
+
+
+def _from_bytes(form: bytes, data: Any) -> torch.Tensor:
+    dtype, shape = _form_of(form)
     if not len(data):
-        return torch.empty(shape, dtype=getattr(torch, dtype))
+        return torch.empty(shape, dtype=dtype)
     own: Any = bytearray(data) if type(data) is bytes else data
-    return torch.frombuffer(own, dtype=getattr(torch, dtype)).view(shape)
+    return torch.frombuffer(own, dtype=dtype).view(shape)
 
 
 @final
@@ -265,6 +278,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
         return _build_tensor, (holder, *form, tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
 
 
+_found: dict[tuple[str, str], Any] = {}  # what messages name of the library, which stays as it is
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(
         self,
@@ -282,7 +298,11 @@ class _Unpickler(pickle.Unpickler):
         self._kept: set[type] = set()
 
     def find_class(self, module: str, name: str) -> Any:
+        if (known := _found.get((module, name))) is not None:
+            return known
         found = super().find_class(module, name)
+        if module.startswith("stratagem."):
+            _found[module, name] = found
         if not self._keeps_classes or module != cloudpickle.cloudpickle.__name__:
             return found
         if name in ("_make_skeleton_class", "_make_skeleton_enum"):

@@ -179,14 +179,15 @@ class Ledger:
                 if parameter.grad is not None:
                     self._hidden[name], parameter.grad = parameter.grad, None
             return syncing
-        self._hooks = _taken_hooks(self.parameters()) if hooks else {}
+        own = dict(self.parameters())
+        self._hooks = _taken_hooks(own) if hooks else {}
         syncing = syncing or graph or bool(self._hooks)
         self._transport.begin(syncing=syncing and not graph, counts=counts)
-        gradients = self._gradients()
+        gradients = _gradients_of(own)
         if set(map(type, gradients.values())) <= {type(None)}:  # most often: the program has let go of them
             self._local.clear()
             return syncing
-        for name, parameter in self.parameters():
+        for name, parameter in own.items():
             gradient = gradients[name]
             if gradient is None:
                 self._local.pop(name, None)
@@ -217,9 +218,12 @@ class Ledger:
         weight = self._replica.weight
         return (gradient * weight).detach() if weight else torch.zeros_like(gradient)
 
-    @torch.no_grad()
     def end_pass(self, *, syncing: bool) -> None:
         """Makes `.grad` what it must be when the pass returns; every replica must come here."""
+        with torch.no_grad():
+            self._end_pass(syncing=syncing)
+
+    def _end_pass(self, *, syncing: bool) -> None:
         hooks = self._put_back_hooks()
         self._show_hidden()
         if self._transport is None:
@@ -288,7 +292,7 @@ class Ledger:
     def _sum(self, transport: Transport, hooks: Mapping[int, "_torch.TensorHooks"]) -> None:
         """Gives every replica the sums, with the gradients that were there before."""
         own = dict(self.parameters())
-        gradients = {name: gradient for name, gradient in self._gradients().items() if gradient is not None}
+        gradients = {name: gradient for name, gradient in _gradients_of(own).items() if gradient is not None}
         gradients |= transport.taken()
         present, all_finite, any_sparse = transport.sum(gradients)
         if self._replica.recipe.unused == "error":
@@ -494,7 +498,7 @@ class Ledger:
     def changed_gradients(self) -> dict[int, torch.Tensor | None]:
         """In the controller: what it did to gradients since the last run; most often it dropped them."""
         changed: dict[int, torch.Tensor | None] = {}
-        gradients = self._gradients()
+        gradients = _gradients_of(dict(self.parameters()))
         names: Iterable[int] = gradients
         if self._are_marked:
             found = {*self._marks.differing(gradients), *(self._transport.written() if self._transport else ())}
@@ -508,10 +512,6 @@ class Ledger:
             changed[name] = None if gradient is None else gradient.detach()
             self._note_given(name, gradient)
         return changed
-
-    def _gradients(self) -> dict[int, torch.Tensor | None]:
-        own = dict(self.parameters())
-        return dict(zip(own, map(_torch.gradient_of, own.values()), strict=True))
 
     def receive_gradients(self, gradients: Mapping[int, torch.Tensor | None]) -> None:
         """In a child: takes what the controller did to gradients; they are GLOBAL, since all have the same."""
@@ -528,7 +528,8 @@ class Ledger:
 
     def note_gradients(self) -> None:
         """In the controller, after a run: all replicas now have the same."""
-        gradients = {name: each for name, each in self._gradients().items() if each is not None}
+        now = _gradients_of(dict(self.parameters()))
+        gradients = {name: each for name, each in now.items() if each is not None}
         watched = self._transport.watch(gradients) if self._transport else Watched()
         self._marks.note(gradients, gradients.keys() - watched.found, watched.home)
         self._are_marked = True
@@ -544,6 +545,10 @@ class Ledger:
 
 def _dropped() -> None:
     """In the place of a reference to a parameter that is gone."""
+
+
+def _gradients_of(parameters: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor | None]:
+    return dict(zip(parameters, map(_torch.gradient_of, parameters.values()), strict=True))
 
 
 def _has_gradient(parameter: torch.Tensor | None) -> bool:
@@ -568,9 +573,8 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor | None, dtype: torch.dtype
     return bool(are_alike(one.to(dtype), other.to(dtype)).all())
 
 
-def _taken_hooks(parameters: Iterable[tuple[int, torch.Tensor]]) -> "dict[int, _torch.TensorHooks]":
+def _taken_hooks(own: Mapping[int, torch.Tensor]) -> "dict[int, _torch.TensorHooks]":
     """The program's hooks of parameters, taken off: they wait for the sums."""
-    own = dict(parameters)
     there = map(any, map(_torch.hooks_of, own.values()))
     taken = {name: _torch.take_hooks(own[name]) for name in itertools.compress(own, there)}
     return {name: hooks for name, hooks in taken.items() if hooks is not None}
