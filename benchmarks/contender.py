@@ -181,7 +181,8 @@ def workers(workload: Workload, _: int, exchange_dtype: str | None = None) -> Fi
     """MultiWorkerMirroredStrategy, in each of the workers that `stratagem run` has started."""
     import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
 
-    with sg.MultiWorkerMirroredStrategy(exchange_dtype=exchange_dtype) as strategy:
+    options = {} if exchange_dtype is None else {"exchange_dtype": exchange_dtype}  # older revisions have none
+    with sg.MultiWorkerMirroredStrategy(**options) as strategy:
         figures = measure(distributed_step(strategy, workload), workload.num_steps, leads=strategy.is_chief)
         if strategy.is_chief:
             figures |= memory(os.getppid())  # the launcher

@@ -13,7 +13,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,16 @@ class Program:
         replicas = ["--replicas", str(self.num_replicas)]
         return [sys.executable, *launcher, "-m", "benchmarks.contender", self.contender, model, *replicas]
 
-    def measure(self, model: str) -> Figures:
+    def measure(self, model: str, changes: Mapping[str, str] | None = None) -> Figures:
         """Runs it once, alone.
 
+        Args:
+            model: What it trains.
+            changes: What its environment has besides that of all programs.
         Raises:
             CommandFailed: It has no figures to show.
         """
-        started = {"BENCHMARK_STARTED": repr(time.time())}
+        started = {"BENCHMARK_STARTED": repr(time.time()), **(changes or {})}
         output = run(self.command(model), environment=environment() | started, timeout_s=_TIMEOUT_S)
         lines = [line for line in output.splitlines() if line.startswith(PREFIX)]
         if not lines:

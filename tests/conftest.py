@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 import stratagem as sg
-from stratagem import _env, _integrations
+from stratagem import _env
 from stratagem.devices import inventory as inventory_module
 from stratagem.devices.device import LogicalDeviceConfiguration
 from stratagem.devices.inventory import Inventory
@@ -71,13 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[None]:
-    """Keeps one fork server for all tests: starting one takes seconds, forking from it does not.
-
-    It also imports what the first `zero_grad` of a process imports, for a second: that of each replica, otherwise.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(_integrations._IN_CHILDREN, "torch", ("torch._dynamo", "stratagem.engine.child_calls"))
-        launcher.acquire()
+    """Keeps one fork server for all tests: starting one takes seconds, forking from it does not."""
+    launcher.acquire()
     yield
     launcher.release()
 

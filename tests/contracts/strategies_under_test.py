@@ -177,7 +177,6 @@ def opened_row(make: MakeStrategy, request: pytest.FixtureRequest, folder: Path)
     """The strategy that a row makes, ready for the first test."""
     with make(request, folder) as strategy:
         strategy.run(int)  # its replicas are there before the first test
-        importlib.import_module("torch._dynamo")  # torch imports it with the first optimizer
         gc.collect()
         gc.freeze()  # workers collect garbage whenever something new is made in a scope
         yield strategy

@@ -94,4 +94,5 @@ def test_a_steady_step_sends_one_small_message_and_does_nothing_for_each_tensor(
         assert each.num_received == 1
     more = {name: number - few.calls[name] for name, number in many.calls.items() if number > few.calls[name]}
     assert sum(more.values()) <= _LEEWAY, more
-    assert many.calls.total() < 1300
+    assert "objects/captured.py:delivery" not in many.calls  # all that the function can reach is found as it was
+    assert many.calls.total() < 900

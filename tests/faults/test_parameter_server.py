@@ -118,6 +118,21 @@ def test_push_that_is_cut_short_is_undone_and_made_by_another(
     assert_each_step_counted_once(model, optimizer)
 
 
+def test_push_that_is_cut_short_may_stay_half_done_and_is_not_made_again(four_cpus: None, tmp_path: Path) -> None:
+    with sg.ParameterServerStrategy(num_workers=2, torn_pushes=True) as strategy:
+        model, optimizer = make_model(strategy, tmp_path / "die", signal.SIGKILL)
+        for _ in range(2):
+            strategy.run(step, args=(model, optimizer)).wait()
+        (tmp_path / "die").touch()
+        results = [strategy.run(step, args=(model, optimizer)) for _ in range(NUM_STEPS - 2)]
+        for each in results:
+            each.wait()
+        assert not list(tmp_path.iterdir())
+        first, *others = (value.unique().tolist() for value in model.state_dict().values())
+    assert first == [-NUM_STEPS]  # what the worker had done before it was killed
+    assert others == [[1.0 - NUM_STEPS]] * len(others)  # what it had not, nobody has
+
+
 @pytest.mark.parametrize("is_killed", [False, True], ids=["main program writes", "other worker is killed"])
 def test_worker_that_is_stopped_in_a_push_does_not_stop_the_main_program(
     strategy: sg.ParameterServerStrategy, tmp_path: Path, is_killed: bool

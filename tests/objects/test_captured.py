@@ -366,6 +366,61 @@ def test_children_that_share_a_look_at_steady_objects_are_each_sent_what_has_cha
     assert len(second.distributed()[0]) == 1
 
 
+class Scaled(torch.optim.SGD):
+    """An optimizer of a program's own, with a number besides what torch's have."""
+
+    scale = 1.0
+
+
+def _take_hook(optimizer: Scaled) -> None:
+    optimizer.register_step_pre_hook(lambda *_: None)
+
+
+OPTIMIZER_CHANGES: dict[str, Callable[[Scaled], Any]] = {
+    "an attribute": lambda optimizer: setattr(optimizer, "scale", 3.0),
+    "a new attribute": lambda optimizer: setattr(optimizer, "other", "text"),
+    "a hook": _take_hook,
+    "a class attribute": lambda optimizer: setattr(type(optimizer), "scale", 2.0),
+}
+
+
+@pytest.mark.parametrize("change", OPTIMIZER_CHANGES.values(), ids=OPTIMIZER_CHANGES.keys())
+def test_changes_of_a_distributed_optimizer_are_seen_where_nothing_else_is_looked_at(
+    change: Callable[[Scaled], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scaled, "scale", 1.0)
+    layer = torch.nn.Linear(2, 2)
+    optimizer = Scaled(layer.parameters(), lr=0.1)
+    optimizer.scale = 1.0
+    registry = Registry(keeps=False)
+    for name, each in enumerate((*layer.parameters(), layer, optimizer), start=1):
+        registry.add(name, each)
+    steady = Steady(registry)
+    captured = Captured(registry, steady)
+
+    def step() -> None:
+        layer(torch.ones(2)).sum().backward()
+        optimizer.step()
+
+    def run() -> bool:
+        steady.look()
+        is_sent = is_anything(captured.prepare(step))
+        if not steady.look():
+            steady.note()
+        captured.note_run()
+        return is_sent
+
+    assert [run() for _ in range(5)][-3:] == [False] * 3
+    looked_at: list[object] = []
+    monkeypatch.setattr(Captured, "distributed", lambda self: looked_at.append(self) or ([], set()))
+    assert not run()
+    assert not looked_at  # the function and all that it reaches are as they were: nothing else is asked
+    monkeypatch.undo()
+    change(optimizer)
+    assert run()
+    assert not run()
+
+
 def test_what_is_compared_by_what_it_is_does_not_rest_on_its_address() -> None:
     lines: list[Any] = [(each for each in "ab") for _ in range(2)]
     gone, here = Same(lines.pop()), Same(lines[0])

@@ -200,3 +200,17 @@ def test_a_mode_that_is_set_now_and_then_sets_nothing_apart() -> None:
         steady.note()
     assert steady.look()
     assert not steady.rest()
+
+
+def test_what_comes_after_a_look_is_among_the_rest() -> None:
+    model = Net()
+    registry, steady = registered(model)
+    assert steady.look()
+    assert not steady.rest()
+    new = nn.Linear(2, 2)
+    registry.add(1000, new)
+    assert steady.rest() == {1000: new}
+    assert not steady.look()
+    steady.note()
+    assert steady.look()
+    assert not steady.rest()

@@ -69,7 +69,10 @@ class Steady:
 
     def rest(self) -> dict[int, Any]:
         """All other objects, by name; all there are where some of these have changed."""
-        return self._registry.live(self._others) if self.is_so else self._registry.live()
+        if not self.is_so:
+            return self._registry.live()
+        has_new = self._version != self._registry.version  # they have come since the look
+        return self._registry.live(self._registry.names - self.names if has_new else self._others)
 
     def forget(self) -> None:
         """Nobody knows how they were, and nothing of them is kept."""

@@ -64,6 +64,8 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
         on_nonfinite: What happens to a push whose gradients are not finite: `skip`, `raise` or `apply`.
         torn_reads: Whether workers compute with shared values that others may be changing at that moment, as
             in Hogwild. It saves a copy in every step.
+        torn_pushes: Whether a push may stay half done when its worker is killed in the middle of it or its optimizer
+            fails, as in Hogwild. It saves another copy in every step; by default such a push is undone.
         stall_timeout_s: How many seconds a step may take before its worker counts as stalled and is replaced.
         max_restarts: How many workers may be replaced within `restart_window_s` seconds before the strategy gives up.
         restart_window_s: The number of seconds for `max_restarts`.
@@ -118,6 +120,7 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
         variable_partitioner: None = None,
         on_nonfinite: str = "skip",
         torn_reads: bool = False,
+        torn_pushes: bool = False,
         stall_timeout_s: float = 60.0,
         max_restarts: int = 3,
         restart_window_s: float = 600.0,
@@ -130,6 +133,9 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
         require_seconds(stall_timeout_s=stall_timeout_s, restart_window_s=restart_window_s)
         if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
             raise StrategyError(f"max_restarts is a whole number from 0 up, got {max_restarts!r}")
+        for name, given in (("torn_reads", torn_reads), ("torn_pushes", torn_pushes)):
+            if not isinstance(given, bool):
+                raise StrategyError(f"{name} is True or False, got {given!r}")
         chosen = consistencies.chosen(consistency, num_workers)
         recipe = Recipe(num_workers, on_nonfinite=on_nonfinite)
         self.consistency = chosen
@@ -150,7 +156,7 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
                 ParameterWorkers,
                 devices=chosen_devices,
                 num_shards=num_ps,
-                settings=WorkerSettings(chosen, on_nonfinite, torn_reads, stall_timeout_s),
+                settings=WorkerSettings(chosen, on_nonfinite, torn_reads, torn_pushes, stall_timeout_s),
                 stall_timeout_s=stall_timeout_s,
                 max_restarts=max_restarts,
                 restart_window_s=restart_window_s,

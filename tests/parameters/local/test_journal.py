@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stratagem.parameters.local.board import Board
-from stratagem.parameters.local.journal import Journal, Target
+from stratagem.parameters.local.journal import Journal
 from stratagem.parameters.local.locks import Locks
 from stratagem.processes.region import PAGE_BYTES, Region
 
@@ -20,12 +20,12 @@ PATIENCE_S = 20.0
 class Memory:
     """A vector in shard 0 and a table in shard 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, undoes: bool = True) -> None:
         self.board, self.locks = Board.create(), Locks(Region.create(PAGE_BYTES))
-        self.journal = Journal(self.board, self.locks)
+        self.journal = Journal(self.board, self.locks, undoes=undoes)
         vector, table = Region.create(4 * 1000), Region.create(4 * 50 * 4)
-        self.vector = Target.create(0, 0, vector, torch.float32, (1000,))
-        self.table = Target.create(1, 1, table, torch.float32, (50, 4))
+        self.vector = self.journal.new_target(0, 0, vector, torch.float32, (1000,))
+        self.table = self.journal.new_target(1, 1, table, torch.float32, (50, 4))
         self.journal.targets += [self.vector, self.table]
         self.rows = torch.tensor([3, 40])
 
@@ -70,6 +70,18 @@ def test_change_that_is_killed_is_undone_by_whoever_comes_next() -> None:
     memory.assert_changed(1)
     memory.change(2)
     memory.assert_changed(2)
+
+
+def test_change_that_is_killed_stays_as_it_is_where_nothing_is_undone() -> None:
+    memory = Memory(undoes=False)
+    memory.change(0)
+    assert in_a_fork(lambda: memory.change(1, kill_oneself)) == -signal.SIGKILL
+    for shard in (0, 1):
+        with memory.journal.reading(shard):
+            pass
+    assert (memory.vector.live[10].item(), memory.table.live[3, 0].item()) == (2.0, 1.0)
+    assert memory.board.committed[1] == memory.board.pushing[1] == 1  # nobody makes it once more
+    assert memory.vector.saved.sum() == 0
 
 
 def test_change_that_was_declared_done_stays() -> None:

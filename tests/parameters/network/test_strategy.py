@@ -396,6 +396,7 @@ def test_sparse_embedding_may_be_called_by_name(new_cluster: NewCluster) -> None
     ("options", "message"),
     [
         ({"torn_reads": True}, "torn_reads works with num_workers="),
+        ({"torn_pushes": True}, "torn_pushes works with num_workers="),
         ({"consistency": 3}, r"consistency is Async\(\), BoundedStaleness\(k\)"),
         ({"stall_timeout_s": -1}, "stall_timeout_s is a number of seconds"),
         ({"consistency": Async(rate_of=lambda staleness: -1.0)}, r"got -1\.0 for a staleness of 0"),

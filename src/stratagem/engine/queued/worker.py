@@ -50,12 +50,14 @@ class WorkerSettings:
         consistency: How far they may be apart.
         on_nonfinite: What a gradient that is not finite does: `skip`, `raise` or `apply`.
         torn_reads: Whether they compute with values that others may be changing.
+        torn_pushes: Whether a push of a worker that is killed meanwhile may stay half done.
         stall_timeout_s: How long a step may take.
     """
 
     consistency: Consistency
     on_nonfinite: str
     torn_reads: bool
+    torn_pushes: bool
     stall_timeout_s: float
 
 

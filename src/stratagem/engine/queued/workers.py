@@ -102,7 +102,7 @@ class ParameterWorkers(Driver):
     def begin(self) -> MainProgram:
         self.require_usable()
         if self.main is None:
-            memory = SharedMemoryOfShards.create(self._num_shards)
+            memory = SharedMemoryOfShards.create(self._num_shards, torn_pushes=self._settings.torn_pushes)
             memory.locks.while_waiting = self.scheduler.group.kill_holder
             slots = len(self._devices) if self._settings.consistency.shares_steps else 0
             self.main = MainProgram(memory, self.distribution, self, num_slots=slots)

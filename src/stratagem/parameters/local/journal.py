@@ -56,17 +56,27 @@ class Target:
         self._num_reserved = 0
 
     @classmethod
-    def create(cls, number: int, shard: int, region: Region, dtype: torch.dtype, shape: tuple[int, ...]) -> "Target":
-        """A target over memory that exists, with new memory for what is saved."""
+    def create(
+        cls,
+        number: int,
+        shard: int,
+        region: Region,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        *,
+        is_saved: bool = True,
+    ) -> "Target":
+        """A target over memory that exists, with new memory for what is saved, if anything is."""
         if number >= MAX_TARGETS:
             raise SharedMemoryError(
                 f"a parameter server has room for {MAX_TARGETS} tables and states of optimizers, and this one would "
                 f"be too many; close strategies that you no longer need"
             )
-        if len(shape) == 1:
+        if len(shape) == 1 and is_saved:
             return cls(number, shard, region, dtype, shape, Region.create(shape[0] * dtype.itemsize))
         saved = _unreserved(torch.Size(shape).numel() * dtype.itemsize)
-        return cls(number, shard, region, dtype, shape, saved, _unreserved(8 * shape[0]))
+        indices = _unreserved(8 * shape[0]) if len(shape) > 1 else None
+        return cls(number, shard, region, dtype, shape, saved, indices)
 
     def reserve_rows(self, count: int) -> None:
         """Makes sure that so many rows can be saved: a lack of memory is an error, never a signal."""
@@ -94,12 +104,18 @@ class Journal:
     Args:
         board: Where the marks are.
         locks: One for each shard.
+        undoes: Whether it does; else nothing is saved, and a push that does not come to its end stays as it is.
     """
 
-    def __init__(self, board: Board, locks: Locks) -> None:
+    def __init__(self, board: Board, locks: Locks, *, undoes: bool = True) -> None:
         self._board = board
         self._locks = locks
+        self._undoes = undoes
         self.targets: list[Target] = []
+
+    def new_target(self, number: int, shard: int, region: Region, dtype: torch.dtype, shape: tuple[int, ...]) -> Target:
+        """A target over memory that exists, for all processes."""
+        return Target.create(number, shard, region, dtype, shape, is_saved=self._undoes)
 
     def free_numbers(self) -> Iterator[int]:
         """The numbers that no target has; the same in all processes as long as all have the same targets."""
@@ -134,7 +150,7 @@ class Journal:
 
     @contextlib.contextmanager
     def change(self, shards: Sequence[int], worker: int, plan: "Sequence[Saving]") -> Iterator[None]:
-        """Changes shards, which the caller holds: all of the block is done, or nothing.
+        """Changes shards, which the caller holds: all of the block is done, or nothing, unless nothing is undone.
 
         Args:
             shards: Which.
@@ -142,6 +158,11 @@ class Journal:
             plan: All that the block may write to.
         """
         board = self._board
+        if not self._undoes:
+            board.pushing[worker] += 1
+            board.committed[worker] = board.pushing[worker]  # whole or not, nobody shall push it once more
+            yield
+            return
         touched = set(shards)
         for target in self.targets:
             if target.shard in touched:

@@ -53,16 +53,18 @@ class SharedMemoryOfShards:
         board: Versions and marks.
         locks: One for each shard, and one for the board.
         num_shards: How many shards.
+        torn_pushes: Whether a push that does not come to its end stays as it is, and is not undone.
     """
 
     board: Board
     locks: Locks
     num_shards: int
+    torn_pushes: bool = False
 
     @classmethod
-    def create(cls, num_shards: int) -> "SharedMemoryOfShards":
+    def create(cls, num_shards: int, *, torn_pushes: bool = False) -> "SharedMemoryOfShards":
         """New memory, without any variable."""
-        return cls(Board.create(), Locks(Region.create(PAGE_BYTES)), num_shards)
+        return cls(Board.create(), Locks(Region.create(PAGE_BYTES)), num_shards, torn_pushes)
 
 
 @final
@@ -78,7 +80,7 @@ class LocalVariables:
     def __init__(self, memory: SharedMemoryOfShards, *, torn_reads: bool = False, device: torch.device = _CPU) -> None:
         self.memory = memory
         self.board = memory.board
-        self.journal = Journal(memory.board, memory.locks)
+        self.journal = Journal(memory.board, memory.locks, undoes=not memory.torn_pushes)
         self.held: list[Held] = []
         self.version = -1  # which this process' copies are of
         self._num_writes = -1  # likewise: how many of the main program's they have
@@ -126,7 +128,7 @@ class LocalVariables:
             store = Store.take_in(chosen, dtype, labels, align_bytes=PAGE_BYTES)
             shape = store.placements[0].shape if kind == TABLE else (store.num_elements,)
             number = next(numbers)
-            placed.append(Held(store, shard, kind, Target.create(number, shard, store.region, dtype, shape)))
+            placed.append(Held(store, shard, kind, self.journal.new_target(number, shard, store.region, dtype, shape)))
         return placed
 
     def publish_written(self) -> None:

@@ -53,7 +53,7 @@ def make_memory(layout: Layout, variables: LocalVariables) -> StateMemory:
     """Shared memory for a state that is laid out; it holds none yet."""
     slots = layout.make()
     targets = [
-        Target.create(number, shard, region, dtype, shape)
+        variables.journal.new_target(number, shard, region, dtype, shape)
         for number, region, (shard, shape, dtype) in zip(
             variables.journal.free_numbers(), slots.regions, layout.kinds, strict=False
         )
