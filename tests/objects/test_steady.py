@@ -207,7 +207,7 @@ def test_what_comes_after_a_look_is_among_the_rest() -> None:
     registry, steady = registered(model)
     assert steady.look()
     assert not steady.rest()
-    new = nn.Linear(2, 2)
+    new = nn.Identity()
     registry.add(1000, new)
     assert steady.rest() == {1000: new}
     assert not steady.look()
