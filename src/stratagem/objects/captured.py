@@ -88,7 +88,7 @@ class Captured:
         following: list[Any] = []
         generators: list[torch.Generator] = []
         _follow_arguments(roots[1:], following, generators)
-        if not following and not generators and self._is_same_again(roots[0]):
+        if not generators and self._is_same_again(roots[0], following):
             self.new_globals = {}
             return Delivery([], [], ([], []), [])
         for node in list(self._nodes.values()):  # another thread may drop some
@@ -106,11 +106,15 @@ class Captured:
         """What a delivery depends on, besides the objects that its function can reach."""
         return self._registry.version, self._steady.is_so, self._steady.num_notes
 
-    def _is_same_again(self, function: Any) -> bool:
-        """Whether a function is that of the last delivery, and all that it can reach is as it was."""
+    def _is_same_again(self, function: Any, following: Sequence[Any]) -> bool:
+        """Whether a function is that of the last delivery, and all that it and its arguments can reach is as it was."""
         again = self._again
         if again is None or again.function() is not function or self._dropped:
             return False
+        for each in following:
+            node = self.node_of(each)
+            if each not in self._registry if node is None else node.name not in again.names:
+                return False
         return again.surroundings == self._surroundings() and again.reached.holds()
 
     def note_run(self) -> None:
@@ -304,6 +308,7 @@ class _SameRun:
     ) -> None:
         self.function = weakref.ref(function)
         self.surroundings = surroundings
+        self.names = {node.name for node in reached}
         self.reached = SameAgain(reached)
 
 

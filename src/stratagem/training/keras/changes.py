@@ -108,7 +108,7 @@ class Seen:
 
     def __init__(self, model: Any, parts: Mapping[str, Any], variables: Sequence[Any]) -> None:
         self._parts = dict(parts)
-        self._variables = [(each, _options(each)) for each in variables]
+        self._variables, self._options = list(variables), list(map(_options, variables))
         self._settings = Settings.now()
         self._layers = [_Layer.of(each) for each in model._flatten_layers()]
         self._num_changes = [0] * len(self._layers)  # of each layer, that the replicas know of through this model
@@ -117,7 +117,7 @@ class Seen:
 
     def send(self) -> None:
         """Takes the model as it is now as what the replicas have."""
-        for each, options in self._variables:
+        for each, options in zip(self._variables, self._options, strict=True):
             each.__dict__[KNOWN] = options
         self.note()
 
@@ -133,14 +133,10 @@ class Seen:
         return (
             self._settings == Settings.now()
             and _are_same(parts, self._parts)
-            and len(variables) == len(self._variables)
-            and all(
-                now is known and _options(now) == options == now.__dict__.get(KNOWN)
-                for now, (known, options) in zip(variables, self._variables, strict=True)
-            )
-            and all(
-                _are_same(each.__dict__, known) for each, known in zip(self._objects, self._attributes, strict=True)
-            )
+            and _are_identical(variables, self._variables)
+            and list(map(_options, variables)) == self._options
+            and [each.__dict__.get(KNOWN) for each in variables] == self._options
+            and all(map(_are_same, map(vars, self._objects), self._attributes))
         )
 
     def changed_layers(self) -> list[Members]:
@@ -219,12 +215,11 @@ def _are_identical(now: Sequence[Any], known: Sequence[Any]) -> bool:
     return len(now) == len(known) and all(map(operator.is_, now, known))
 
 
-def _options(variable: Any) -> tuple[Any, ...]:
-    return variable._trainable, variable._regularizer, variable._constraint
+_options = operator.attrgetter("_trainable", "_regularizer", "_constraint")  # of a variable
 
 
 def _are_same(now: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
-    return len(now) == len(known) and all(now.get(name) is value for name, value in known.items())
+    return len(now) == len(known) and all(map(operator.is_, map(now.get, known), known.values()))
 
 
 _KINDS = (KerasSaveable, keras.optimizers.schedules.LearningRateSchedule)
