@@ -76,7 +76,7 @@ test-busy: $(READY)  ## Run all tests five times while two processes burn both c
 test-versions:  ## Run a choice of tests with the oldest and the newest Python and torch; downloads gigabytes, about 30 minutes
 	@$(PYTHON) -m tests.versions $(if $(ONLY),--only $(ONLY)) $(if $(KEEP),--keep)
 
-test-docs: $(READY)  ## Run the code of all documents, and the notebooks: at most 6 minutes on two quiet cores
+test-docs: $(READY)  ## Run the code of all documents and docstrings, and the notebooks: at most 6 minutes on two quiet cores
 	@$(RUN)/pytest -n $(JOBS) --dist load --docs
 
 docs: $(DOCS_READY)  ## Build the site in build/docs/html; a warning or a dead link is a failure

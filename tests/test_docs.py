@@ -1,6 +1,6 @@
 """What the documents say is real: paths exist, code compiles, names and pictures are those of the source.
 
-`tests/test_documents_run.py` runs their code.
+`tests/test_documents_run.py` runs their code; `make test-docs` also runs that of docstrings.
 """
 
 import ast
@@ -53,6 +53,7 @@ def _beginning(line: str) -> str:
     return "─" if first.startswith("─") else first
 
 
+@pytest.mark.docs
 def test_examples_in_docstrings_run(fork_server: None) -> None:
     results = {module: doctest.testmod(importlib.import_module(module)) for module in MODULES}
     assert not [module for module, result in results.items() if result.failed]
