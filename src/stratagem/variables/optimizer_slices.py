@@ -56,9 +56,10 @@ def is_elementwise(optimizer: Any) -> bool:
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of an optimizer, group after group."""
-    return list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    return list(itertools.chain.from_iterable(map(_parameters, optimizer.param_groups)))
 
 
+_parameters = operator.itemgetter("params")
 _values = operator.methodcaller("values")
 
 

@@ -86,28 +86,30 @@ class SplitUpdate:
         return step_with_hooks(self.optimizer, self._update_if_allowed, closure)
 
     def _update_if_allowed(self) -> None:
-        with self._runtime.split_update(parameters_of(self.optimizer)) as may_update:
+        optimizer = self.optimizer
+        with self._runtime.split_update(parameters_of(optimizer)) as may_update:
             if may_update:
-                self._update()
+                self._update(optimizer)
         if may_update and self._hidden:
-            parameters = parameters_of(self.optimizer)
+            parameters = parameters_of(optimizer)
             if any(parameters[number].grad is not None for number in self._hidden):
                 self._show()  # now that all replicas have made theirs
 
-    def _update(self) -> None:
-        parameters = parameters_of(self.optimizer)
-        if self._ids != _ids(self.optimizer) or self._options != _options(self.optimizer):
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = parameters_of(optimizer)
+        if self._ids != _ids(optimizer) or self._options != _options(optimizer):
             self._build()
         if self.is_state_changed():
             self._take_own_parts(parameters)
-        copy_options(self.optimizer, self._inner)
+        copy_options(optimizer, self._inner)
         whole = [each for each in self._ranges if each.takes(parameters)]
-        alone = self._with_gradients([part for each in self._ranges if each not in whole for part in each.parts])
+        rest = [part for each in self._ranges if each not in whole for part in each.parts]
+        alone = self._with_gradients(rest, parameters) if rest else []
         for number, group in enumerate(self._inner.param_groups):
             group["params"] = [each.tensor for each in whole if each.parts[0].group == number]
             group["params"] += [part.tensor for part in alone if part.group == number]
         for name in _SCALER_ATTRIBUTES:
-            setattr(self._inner, name, getattr(self.optimizer, name, None))
+            setattr(self._inner, name, getattr(optimizer, name, None))
         with torch.no_grad():
             self._bare_step(self._inner)
         for each in whole:
@@ -119,9 +121,9 @@ class SplitUpdate:
         # Written through another view: autograd must still notice that the values it saved are gone.
         torch.autograd.graph.increment_version([each for each in parameters if each.grad is not None])
 
-    def _with_gradients(self, parts: Sequence[UpdatedPart]) -> list[UpdatedPart]:
+    def _with_gradients(self, parts: Sequence[UpdatedPart], parameters: Sequence[torch.Tensor]) -> list[UpdatedPart]:
         """Gives parts their pieces of the gradients; those that have one."""
-        parameters, found = parameters_of(self.optimizer), []
+        found = []
         gradients: dict[int, torch.Tensor] = {}
         for part in parts:
             gradient = parameters[part.number].grad
