@@ -7,7 +7,8 @@ they came; a thread may call again inside its own call.
 import contextlib
 import threading
 from collections import deque
-from typing import Any, final
+from collections.abc import Iterator
+from typing import final
 
 from stratagem.errors import StrategyError
 
@@ -23,45 +24,42 @@ class Turn:
         self._depth = 0
         self._what = ""
 
-    def taken(
-        self, what: str, *, refusal: str = "", timeout_s: float | None = None
-    ) -> contextlib.AbstractContextManager[bool]:
+    @contextlib.contextmanager
+    def taken(self, what: str, *, refusal: str = "", timeout_s: float | None = None) -> Iterator[bool]:
         """A block that one thread at a time is in.
 
         Args:
             what: What it does, for an error of another thread.
             refusal: Why another thread is not waited for, if so, and what to do.
             timeout_s: After which time the block begins all the same.
-        Returns:
-            The block; it is entered with whether no other thread is in such a one.
+        Yields:
+            Whether no other thread is in such a block.
         Raises:
             StrategyError: Another thread is in such a block, and it is not to be waited for.
         """
-        return _Taken(self, what, refusal, timeout_s)
-
-    @property
-    def depth_here(self) -> int:
-        """How many such blocks this thread is in."""
-        return self._depth if self._has_it else 0
+        depth = self._depth if self._has_it else 0
+        try:
+            yield self._take(what, refusal, timeout_s)  # Ctrl-C may come when it has been taken
+        finally:
+            self._return_to(depth)
 
     def give_way(self) -> None:
         """Lets threads go first that wait; for the one that has the turn, and waits for something else."""
         if self._waiting:
             what, depth = self._what, self._depth
-            self.return_to(0)
+            self._return_to(0)
             try:
-                self.take(what, depth=depth)
+                self._take(what, depth=depth)
             except BaseException:  # Ctrl-C: what ends now ends in its turn
                 if not self._has_it:
-                    self.take(what, depth=depth)
+                    self._take(what, depth=depth)
                 raise
 
     @property
     def _has_it(self) -> bool:
         return self._holder is threading.current_thread()
 
-    def take(self, what: str, refusal: str = "", timeout_s: float | None = None, depth: int = 1) -> bool:
-        """Begins such a block, which `return_to` ends; whether no other thread is in one."""
+    def _take(self, what: str, refusal: str = "", timeout_s: float | None = None, depth: int = 1) -> bool:
         own = threading.current_thread()
         with self._condition:
             if self._holder is own:
@@ -88,7 +86,7 @@ class Turn:
                 self._waiting.remove(place)
                 self._condition.notify_all()
 
-    def return_to(self, depth: int) -> None:
+    def _return_to(self, depth: int) -> None:
         """Leaves blocks of this thread, down to as many as it was in; nothing if it does not have the turn."""
         with self._condition:
             if self._has_it:
@@ -96,24 +94,3 @@ class Turn:
                 if not depth:
                     self._holder = None
                     self._condition.notify_all()
-
-
-@final
-class _Taken:
-    """The block of `Turn.taken`."""
-
-    __slots__ = ("_depth", "_given", "_turn")
-
-    def __init__(self, turn: Turn, *given: Any) -> None:
-        self._turn, self._given, self._depth = turn, given, 0
-
-    def __enter__(self) -> bool:
-        self._depth = self._turn.depth_here
-        try:
-            return self._turn.take(*self._given)
-        except BaseException:  # Ctrl-C may come when it has been taken
-            self._turn.return_to(self._depth)
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._turn.return_to(self._depth)

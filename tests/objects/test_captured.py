@@ -20,6 +20,8 @@ from stratagem.objects import kinds
 from stratagem.objects.captured import Captured, Delivery
 from stratagem.objects.comparing import Same
 from stratagem.objects.kind import CONTENT
+from stratagem.objects.known_objects import KnownObject
+from stratagem.objects.same_again import SameAgain
 from stratagem.objects.steady import Steady
 from stratagem.processes.packing import find_unsendable, pack
 from stratagem.processes.registry import Registry
@@ -419,6 +421,40 @@ def test_changes_of_a_distributed_optimizer_are_seen_where_nothing_else_is_looke
     change(optimizer)
     assert run()
     assert not run()
+
+
+def test_variable_without_a_value_hides_no_change_of_another() -> None:
+    def other() -> Any:
+        return later
+
+    def step() -> Any:
+        return factor, other
+
+    factor = 1
+    captured = Captured(Registry(keeps=False))
+    for _ in range(4):
+        captured.prepare(step)
+        captured.note_run()
+    assert not is_anything(captured.prepare(step))
+    factor = 7
+    assert is_anything(captured.prepare(step))
+    captured.note_run()
+    later = 2
+    assert is_anything(captured.prepare(step))
+
+
+def test_object_that_goes_while_it_is_looked_at_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, seen = Captured(Registry(keeps=False)), [1]
+    step = lambda: seen  # noqa: E731
+    for _ in range(2):
+        captured.prepare(step)
+        captured.note_run()
+    get = KnownObject.get
+    with monkeypatch.context() as patched:
+        patched.setattr(KnownObject, "get", lambda self: None if self.strong is seen else get(self))
+        assert SameAgain.of(list(captured._nodes.values())) is None
+    seen.append(2)
+    assert is_anything(captured.prepare(step))
 
 
 def test_what_is_compared_by_what_it_is_does_not_rest_on_its_address() -> None:

@@ -7,25 +7,25 @@ import threading
 import pytest
 import rich.progress
 
-from stratagem.processes.numbered import Numbered, plain
+from stratagem.processes.numbered import numbered, plain
 
 
 def test_only_the_running_replica_is_numbered(capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout
-    with Numbered(0):
+    with numbered(0):
         handler = logging.StreamHandler(sys.stdout)
         print("a\nb")
         thread = threading.Thread(target=print, args=("other",))
         thread.start()
         thread.join()
         assert sys.stdout.errors == before.errors
-        with Numbered(1):
+        with numbered(1):
             print("inner")
         print("c", end="")
         print("d")
     assert sys.stdout is before is plain(sys.stdout)
     handler.stream.write("later\n")
-    with Numbered(0):
+    with numbered(0):
         handler.stream.write("next\n")
     assert capsys.readouterr().out.splitlines() == [
         "[replica 0] a",
@@ -40,7 +40,7 @@ def test_only_the_running_replica_is_numbered(capsys: pytest.CaptureFixture[str]
 
 def test_a_program_may_have_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    with Numbered(0):
+    with numbered(0):
         print("nobody reads this")
         assert sys.stdout is None
     assert sys.stdout is None
@@ -49,7 +49,7 @@ def test_a_program_may_have_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
 def steps(*printed: str) -> None:
     """Each text is what one run of a step writes."""
     for text in printed:
-        with Numbered(0):
+        with numbered(0):
             sys.stdout.write(text)
 
 
@@ -81,7 +81,7 @@ def test_progress_of_rich_is_drawn_as_it_would_be_without_numbers(capsys: pytest
         return capsys.readouterr().out
 
     expected = show()
-    with Numbered(0):
+    with numbered(0):
         assert show() == expected.removesuffix("after\n") + "[replica 0] after\n"
 
 
@@ -97,7 +97,7 @@ def test_bars_of_tqdm_are_drawn_as_they_would_be_without_numbers(capsys: pytest.
         return capsys.readouterr().err
 
     expected = show()
-    with Numbered(0):
+    with numbered(0):
         assert show() == expected
         tqdm.tqdm.write("a line", file=sys.stderr)
     assert capsys.readouterr().err == "[replica 0] a line\n"

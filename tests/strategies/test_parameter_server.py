@@ -920,6 +920,10 @@ def test_objects_stay_usable_after_the_end(four_cpus: None) -> None:
         (lambda: sg.ParameterServerStrategy(0), "num_workers is a whole number from 1"),
         (lambda: sg.ParameterServerStrategy(2, num_ps=0), "num_ps is a whole number from 1"),
         (lambda: sg.ParameterServerStrategy(2, torn_pushes="allow"), "torn_pushes is True or False"),
+        (
+            lambda: sg.ParameterServerStrategy(2, torn_pushes=True, consistency=sg.Synchronous(backup_workers=1)),
+            "is for workers that push by themselves",
+        ),
         (lambda: sg.ParameterServerStrategy(2, consistency="async"), "got 'async'"),  # type: ignore[arg-type]
         (lambda: sg.ParameterServerStrategy(2, consistency=sg.Synchronous(2)), "leaves none of 2 workers"),
         (lambda: sg.ParameterServerStrategy(2, max_restarts=-1), "max_restarts"),

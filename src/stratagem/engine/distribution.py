@@ -137,7 +137,9 @@ class Distribution:
         live = self.steady.rest()
         self.tracker.note(*state_diff.unknown_parts(live.values(), self.registry))
         if own.recipe.num_machines > 1 and self.tracker.has_news:
+            live = {}
             gc.collect()  # what is garbage must be so on all machines, whenever their collectors come round
+            live = self.steady.rest()
         made = self.tracker.take()
         if made:
             try:

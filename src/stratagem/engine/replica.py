@@ -31,7 +31,7 @@ from stratagem.objects import new_parts, per_replica
 from stratagem.objects.step_arguments import StepArguments
 from stratagem.placement import home, scopes
 from stratagem.processes.allocator import give_back
-from stratagem.processes.numbered import Numbered
+from stratagem.processes.numbered import numbered
 from stratagem.processes.packing import part_of_messages
 from stratagem.processes.region import Region
 from stratagem.variables import aggregation, buffers
@@ -422,7 +422,7 @@ class Replica:
         args, kwargs = per_replica.load_deferred(args), per_replica.load_deferred(kwargs) if kwargs else kwargs
         args, kwargs = per_replica.brought((args, kwargs), self.device, computes_on=self.device)
         # What children print has their number on its way.
-        with Numbered(self.rank) if self.rank == 0 and self.recipe.size > 1 else _AS_IT_IS:
+        with numbered(self.rank) if self.rank == 0 and self.recipe.size > 1 else _AS_IT_IS:
             result = home.compute(function, args, kwargs, self._variables())
         result = per_replica.brought(result, torch.device("cpu"), computes_on=self.device)
         if parts is not None:

@@ -98,8 +98,14 @@ class Captured:
         delivery = preparation.delivery(following, generators)
         self._in_run = preparation.reached()
         is_new = delivery.new or delivery.changes or delivery.dropped
-        can_tell = all(node.stamp is not None for node in self._in_run) and isinstance(roots[0], types.FunctionType)
-        self._again = _SameRun(roots[0], self._surroundings(), self._in_run) if can_tell and not is_new else None
+        self._again = None
+        if (
+            not is_new
+            and isinstance(roots[0], types.FunctionType)
+            and (reached := SameAgain.of(self._in_run)) is not None
+        ):
+            names = {node.name for node in self._in_run}
+            self._again = _SameRun(weakref.ref(roots[0]), self._surroundings(), names, reached)
         return delivery
 
     def _surroundings(self) -> tuple[int, bool, int]:
@@ -113,7 +119,8 @@ class Captured:
             return False
         for each in following:
             node = self.node_of(each)
-            if each not in self._registry if node is None else node.name not in again.names:
+            is_known = each in self._registry if node is None else node.name in again.names
+            if not is_known:
                 return False
         return again.surroundings == self._surroundings() and again.reached.holds()
 
@@ -299,17 +306,13 @@ class Captured:
             is_done = not unused
 
 
-@final
-class _SameRun:
+class _SameRun(NamedTuple):
     """A delivery with nothing in it, and what must be so for the next to be like it."""
 
-    def __init__(
-        self, function: types.FunctionType, surroundings: tuple[int, bool, int], reached: Sequence[KnownObject]
-    ) -> None:
-        self.function = weakref.ref(function)
-        self.surroundings = surroundings
-        self.names = {node.name for node in reached}
-        self.reached = SameAgain(reached)
+    function: "weakref.ref[types.FunctionType]"
+    surroundings: tuple[int, bool, int]
+    names: set[int]  # of all that the function and its arguments can reach
+    reached: SameAgain
 
 
 @final

@@ -128,7 +128,10 @@ def _seen(modules: list[Any], tensors: list[Any]) -> tuple[Any, ...]:
     members: list[dict[str, Any]] = [vars(each) for each in modules]
     dicts = [*members, *itertools.chain.from_iterable(map(_torch.parts_of, modules))]
     keys, sizes = list(itertools.chain.from_iterable(dicts)), list(map(len, dicts))
-    values = np.fromiter(itertools.chain.from_iterable(map(dict.values, dicts)), dtype=object, count=len(keys))
+    try:
+        values = np.fromiter(itertools.chain.from_iterable(map(dict.values, dicts)), dtype=object, count=len(keys))
+    except ValueError:  # another thread changes one of them
+        return (object(),)
     ids = ctypes.string_at(values.ctypes.data, values.nbytes)  # where each of them lies, without a number for each
     of_modules = any(itertools.chain.from_iterable(map(_torch.hooks_in, members)))
     # Those of the library are there too; one that the program adds makes more of them.

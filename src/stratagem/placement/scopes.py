@@ -210,31 +210,24 @@ def merge(outer: DeviceSpec, inner: DeviceSpec) -> DeviceSpec:
     return outer.make_merged_spec(inner)
 
 
-@final
-class Recorders(contextlib.ContextDecorator):
-    """A block, or a function, with more recorders in its thread, or fewer; there are several in each run."""
-
-    def __init__(self, more: int) -> None:
-        self._more = more
-
-    def __enter__(self) -> None:
-        state.recorders += self._more
-
-    def __exit__(self, *_: object) -> None:
-        state.recorders -= self._more
-
-
-_ONE_MORE, _ONE_LESS = Recorders(1), Recorders(-1)
-
-
-def recording() -> Recorders:
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
     """For what is no operation of the program: scopes are kept, but eager operations of this thread are left alone."""
-    return _ONE_MORE
+    state.recorders += 1
+    try:
+        yield
+    finally:
+        state.recorders -= 1
 
 
-def placing() -> Recorders:
+@contextlib.contextmanager
+def placing() -> Iterator[None]:
     """For code of the program that is called inside the innermost `recording`: as outside that."""
-    return _ONE_LESS
+    state.recorders -= 1
+    try:
+        yield
+    finally:
+        state.recorders += 1
 
 
 @contextlib.contextmanager

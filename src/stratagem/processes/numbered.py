@@ -5,12 +5,14 @@ passes through a stream that does the same, for the thread that runs it and as l
 again in their place (progress bars) are as wide as the terminal, and are left alone.
 """
 
+import contextlib
 import dataclasses
 import io
 import re
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any, Final, TextIO, final
 
 _SEQUENCES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -38,28 +40,21 @@ def plain(stream: TextIO | None) -> Any:
     return stream.stream if isinstance(stream, _NumberedStream) else stream
 
 
-@final
-class Numbered:
-    """A block in which what this thread prints has the number of a replica."""
-
-    def __init__(self, number: int) -> None:
-        self._ahead = label("replica", number)
-        self._before: tuple[Any, Any] = None, None
-        self._own: tuple[Any, Any] = None, None
-        self._outer: str | None = None
-
-    def __enter__(self) -> None:
-        self._before = sys.stdout, sys.stderr
-        self._own = sys.stdout, sys.stderr = _over("stdout"), _over("stderr")
-        self._outer, _lines.ahead = _lines.ahead, self._ahead
-
-    def __exit__(self, *_: object) -> None:
-        _lines.ahead = self._outer
+@contextlib.contextmanager
+def numbered(number: int) -> Iterator[None]:
+    """What this thread prints in the block has the number of a replica."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = own = _over(sys.stdout), _over(sys.stderr)
+    outer, _lines.ahead = _lines.ahead, label("replica", number)
+    try:
+        yield
+    finally:
+        _lines.ahead = outer
         # Code in the block may have put another stream in its place.
-        if sys.stdout is self._own[0]:
-            sys.stdout = self._before[0]
-        if sys.stderr is self._own[1]:
-            sys.stderr = self._before[1]
+        if sys.stdout is own[0]:
+            sys.stdout = before[0]
+        if sys.stderr is own[1]:
+            sys.stderr = before[1]
 
 
 @dataclasses.dataclass
@@ -89,18 +84,19 @@ class _Line:
 _places: "weakref.WeakKeyDictionary[Any, _Line]" = weakref.WeakKeyDictionary()
 
 
-_latest: dict[str, "_NumberedStream"] = {}  # most runs find the streams of the one before
+_lasting: dict[int, "_NumberedStream"] = {}  # over the streams that the process began with, which stay
 
 
-def _over(name: str) -> Any:
-    """A stream of this process with numbers; a program without a terminal has none."""
-    stream = plain(getattr(sys, name))
-    if stream is None:
+def _over(stream: TextIO | None) -> Any:
+    """A stream with numbers; a program without a terminal has none."""
+    below = plain(stream)
+    if below is None:
         return None
-    own = _latest.get(name)
-    if own is None or own.stream is not stream:
-        own = _latest[name] = _NumberedStream(stream)
-    return own
+    if below is not sys.__stdout__ and below is not sys.__stderr__:
+        return _NumberedStream(below)
+    if id(below) not in _lasting:
+        _lasting[id(below)] = _NumberedStream(below)
+    return _lasting[id(below)]
 
 
 @final

@@ -137,6 +137,11 @@ class ParameterServerStrategy(Replicated[LocalReplicas | ParameterWorkers]):
             if not isinstance(given, bool):
                 raise StrategyError(f"{name} is True or False, got {given!r}")
         chosen = consistencies.chosen(consistency, num_workers)
+        if torn_pushes and chosen.shares_steps:
+            raise StrategyError(
+                "torn_pushes=True is for workers that push by themselves; with Synchronous() they push together, so "
+                "leave it out"
+            )
         recipe = Recipe(num_workers, on_nonfinite=on_nonfinite)
         self.consistency = chosen
         self._given_devices = devices

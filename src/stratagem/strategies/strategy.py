@@ -413,8 +413,8 @@ class Strategy(StaysHere, ABC):
             raise StrategyError(f"run calls a function in every replica, got {type(fn).__name__} {fn!r}")
         if _comes_back_later(fn):
             raise StrategyError(
-                f"run calls a function that is finished when it returns, got {fn.__name__} with yield or async; "
-                f"return the values, in a list if there are several"
+                f"run calls a function that is finished when it returns, got {getattr(fn, '__name__', fn)} with yield "
+                f"or async; return the values, in a list if there are several"
             )
         if not isinstance(args, tuple | list | inputs.Pass | inputs.Distributed):
             raise StrategyError(f"args is a tuple of arguments, got {type(args).__name__}; {_instead_of(args, fn)}")
@@ -612,7 +612,9 @@ def _comes_back_later(fn: Callable[..., Any]) -> bool:
     """Whether a function is not finished when it returns."""
     while isinstance(fn, functools.partial | types.MethodType):
         fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
-    return isinstance(fn, types.FunctionType) and bool(fn.__code__.co_flags & _LATER)
+    if not isinstance(fn, types.FunctionType):
+        return False
+    return bool(fn.__code__.co_flags & _LATER) or (bool(fn.__dict__) and inspect.iscoroutinefunction(fn))
 
 
 def _is_per_replica(value: Any) -> bool:
