@@ -106,7 +106,7 @@ def test_replica_killed_in_an_update_says_that_parameters_may_be_of_two_steps(st
 
     def die_in_update(replica: int) -> None:
         if replica == 1:
-            SplitUpdate._update = lambda self: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+            SplitUpdate._update = lambda self, _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
 
     with pytest.raises(ReplicaDiedError, match=r"replica 1 .* was killed by SIGKILL") as caught:
         strategy.run(step, args=(torch.ones(3, 4), die_in_update))
