@@ -9,12 +9,13 @@ two workers is three times slower than the other.
 import argparse
 import json
 import os
+import signal
 import socket
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ def _in_turns(step: Callable[[], None], num_steps: int, times: Any, barrier: Any
     """In a worker of a peer: takes steps whenever it is the turn of its program."""
     for _ in range(NUM_WARM_UP):
         step()
+    times.put(0.0)  # it is ready
     for _ in range(turns.num_rounds()):
         barrier.wait()
         start = time.perf_counter()
@@ -100,7 +102,10 @@ def _in_turns(step: Callable[[], None], num_steps: int, times: Any, barrier: Any
 
 
 def _with_processes(process: Callable[..., None], number: int, num_steps: int, *given: Any) -> None:
-    """A peer whose workers are processes, as many as there are workers or one more."""
+    """A peer whose workers are processes, as many as there are workers or one more.
+
+    They are stopped while others measure: those of rpc look for messages without a rest, each on a core.
+    """
     context = mp.get_context("spawn")
     times, barrier, each = context.Queue(), context.Barrier(NUM_WORKERS + 1), num_steps // NUM_WORKERS
     processes = [
@@ -109,13 +114,24 @@ def _with_processes(process: Callable[..., None], number: int, num_steps: int, *
     ]
     for each_process in processes:
         each_process.start()
+    for _ in range(NUM_WORKERS):
+        times.get(timeout=_TIMEOUT_S)
+    _signal(processes, signal.SIGSTOP)
     for answer in turns.rounds():
+        _signal(processes, signal.SIGCONT)
         barrier.wait(_TIMEOUT_S)
         seconds = max(times.get(timeout=_TIMEOUT_S) for _ in range(NUM_WORKERS))
         barrier.wait(_TIMEOUT_S)
+        _signal(processes, signal.SIGSTOP)
         answer({"steps_per_s": each * NUM_WORKERS / seconds})
+    _signal(processes, signal.SIGCONT)
     for each_process in processes:
         each_process.join(_TIMEOUT_S)
+
+
+def _signal(processes: Sequence[Any], number: int) -> None:
+    for process in processes:
+        os.kill(process.pid, number)
 
 
 def _hogwild_worker(rank: int, num_steps: int, times: Any, barrier: Any, name: str, model: nn.Module) -> None:
