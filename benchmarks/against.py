@@ -24,8 +24,7 @@ PROGRAMS = tuple(
     Program(name, size)
     for name, size in (("stratagem", 2), ("stratagem", 4), ("central", 2), ("workers", 2), ("parameter_server", 2))
 )
-KERAS, ESTIMATOR = "keras", "estimator"
-_OTHERS = {KERAS: ("keras_fit", "--program", "mirrored"), ESTIMATOR: ("estimator", "--one", "Estimator")}
+_OTHERS = {"keras": ("keras_fit", "--program", "mirrored"), "estimator": ("estimator", "--one", "Estimator")}
 _MODELS_OF_OTHERS = ("mlp", "cnn")
 _OF_MEMORY = ("mlp", "wide")
 _ROOT = Path(__file__).parents[1]
@@ -50,7 +49,7 @@ def seconds_of(figures: Figures) -> float:
     return float(figures["step_s"]) if "step_s" in figures else step_s(figures)
 
 
-def commands(program: Program | str, model: str) -> list[str]:
+def command_of(program: Program | str, model: str) -> list[str]:
     """What is started, whichever library it imports."""
     if isinstance(program, Program):
         return program.command(model)
@@ -60,7 +59,7 @@ def commands(program: Program | str, model: str) -> list[str]:
 
 def speed(program: Program | str, model: str, tree: Path, num_rounds: int) -> Target:
     """How fast this tree is, over the other one."""
-    command = commands(program, model)
+    command = command_of(program, model)
     sources = {_NOW: _ROOT / "src", _THEN: tree / "src"}
     everyones = {key: ["env", f"PYTHONPATH={source}", *command] for key, source in sources.items()}
     found = turns.take_turns(everyones, num_rounds, environment() | {"KERAS_BACKEND": "torch"})

@@ -28,7 +28,7 @@ class ArrayDataset(torch.utils.data.Dataset[Any]):
         if not leaves or not all(isinstance(each, torch.Tensor | np.ndarray) and each.ndim for each in leaves):
             kinds = ", ".join(type(each).__name__ for each in leaves) or "nothing"
             raise StrategyError(f"distribute takes tensors and arrays with at least one dimension, got {kinds}")
-        self._dims = batch_dims(self._arrays, batch_dim, "the data")
+        self._dims = batch_dims(self._arrays, leaves, batch_dim, "the data")
         self._length = num_examples_of(leaves, "the data", self._dims)
 
     def __len__(self) -> int:

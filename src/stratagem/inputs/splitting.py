@@ -106,18 +106,19 @@ def assemble(leaves: Sequence[Any], structure: _tree.Structure) -> Any:
     return tuple(batch) if type(batch) is list else batch
 
 
-def batch_dims(batch: Any, batch_dim: BatchDim, what: str) -> list[int]:
+def batch_dims(batch: Any, leaves: Sequence[Any], batch_dim: BatchDim, what: str) -> list[int]:
     """Along which dimension each leaf of a batch has its examples.
 
     Args:
         batch: The batch.
+        leaves: Its leaves.
         batch_dim: For all leaves, or by key, name or position in the batch; 0 for what is not in it.
         what: The batch, for errors.
     Raises:
         StrategyError: A leaf does not have that dimension, or the batch no such part.
     """
     if isinstance(batch_dim, int):
-        return [_checked_dim(each, batch_dim, what) for each in flatten(batch)[0]]
+        return [_checked_dim(each, batch_dim, what) for each in leaves]
     parts = {} if is_leaf(batch) else _tree.parts_by_name(batch)
     if unknown := [name for name in batch_dim if name not in parts]:
         raise StrategyError(f"batch_dim names {unknown[0]!r}, and {what} has {list(parts) or 'no parts with names'}")
@@ -173,10 +174,7 @@ def num_examples_of(leaves: Sequence[Any], what: str, dims: Sequence[int] | None
 def split(batch: Any, evenness: Evenness, what: str, here: range, batch_dim: BatchDim = 0) -> Any:
     """A global batch with a `PerReplica` at every leaf, of the slices of the replicas that are here."""
     leaves, structure = flatten(batch)
-    if isinstance(batch_dim, int):
-        dims = [_checked_dim(each, batch_dim, what) for each in leaves]
-    else:
-        dims = batch_dims(batch, batch_dim, what)
+    dims = batch_dims(batch, leaves, batch_dim, what)
     sizes = evenness.slices(num_examples_of(leaves, what, dims), what)
     bounds, counts = _part(offsets(sizes), here), tuple(_part(sizes, here))
     cut = [PerReplica(_cut(each, bounds, dim), counts) for each, dim in zip(leaves, dims, strict=True)]
@@ -199,7 +197,7 @@ def join(batches: Sequence[Any], num_replicas: int, evenness: Evenness, what: st
                 f"the batches of {what} differ in structure, {_outline(flat[0][0])} and {_outline(leaves)}; "
                 f"the batches of one step must be alike"
             )
-    dims = [batch_dims(batch, batch_dim, what) for batch in batches]
+    dims = [batch_dims(batch, leaves, batch_dim, what) for batch, (leaves, _) in zip(batches, flat, strict=True)]
     sizes = [
         1 if _is_example(leaves, own) else num_examples_of(leaves, what, own)
         for (leaves, _), own in zip(flat, dims, strict=True)

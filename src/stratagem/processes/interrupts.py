@@ -5,6 +5,7 @@ import _signal  # type: ignore[import-not-found]
 import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final, final
 
@@ -37,18 +38,15 @@ class Interrupts:
         self._has_ended = True
         self._deliver()  # also in the place of another error: it is what the user wants
 
-    def allowed(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
         """A part of the block in which it takes effect at once."""
-        return _Allowed(self)
-
-    def allow(self) -> None:
-        """Lets it take effect from now on, also what came before."""
         self._is_allowed = True
-        self._deliver()
-
-    def forbid(self) -> None:
-        """Holds it back again."""
-        self._is_allowed = False
+        try:
+            self._deliver()
+            yield
+        finally:
+            self._is_allowed = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self._is_allowed or self._has_ended:  # a step may have kept this handler, and set it again later
@@ -60,23 +58,3 @@ class Interrupts:
         if self._held:
             frame, self._held = self._held[0], []
             self._before(signal.SIGINT, frame)
-
-
-@final
-class _Allowed:
-    """The block of `Interrupts.allowed`."""
-
-    __slots__ = ("_interrupts",)
-
-    def __init__(self, interrupts: Interrupts) -> None:
-        self._interrupts = interrupts
-
-    def __enter__(self) -> None:
-        try:
-            self._interrupts.allow()
-        except BaseException:
-            self._interrupts.forbid()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._interrupts.forbid()
