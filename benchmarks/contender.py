@@ -138,6 +138,13 @@ def stratagem(workload: Workload, size: int) -> Figures:
     import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
 
     divide(sg, size)
+    return launched(workload, size)
+
+
+def launched(workload: Workload, _: int) -> Figures:
+    """MirroredStrategy on the devices that `stratagem run --devices` has named."""
+    import stratagem as sg  # noqa: PLC0415  # the others must not pay for it
+
     with sg.MirroredStrategy() as strategy:
         return measure(distributed_step(strategy, workload), workload.num_steps) | memory(os.getpid())
 
@@ -280,6 +287,7 @@ CONTENDERS: dict[str, Callable[[Workload, int], Figures]] = {
     "single": single,
     "ddp": ddp,
     "stratagem": stratagem,
+    "launched": launched,
     "several_steps": several_steps,
     "one_device": one_device,
     "parameter_server": parameter_server,

@@ -57,6 +57,8 @@ class Program:
         launcher = []
         if self.contender == "ddp":
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_replicas}"]
+        if self.contender == "launched":
+            launcher = ["-m", "stratagem", "run", "--devices", f"cpu:{self.num_replicas}"]
         if self.contender in ("workers", "workers_bf16", "local_sgd"):
             devices = f"cpu:{self.num_replicas // NUM_WORKERS}"
             launcher = ["-m", "stratagem", "run", "--workers", str(NUM_WORKERS), "--devices", devices]
@@ -117,9 +119,8 @@ class Results:
     def programs_alone(self) -> list[tuple[str, Program]]:
         """Whose start-up and memory is taken."""
         models = [model for model in self.models if model in _ALONE]
-        return [
-            (model, Program(name, size)) for model in models for size in self.sizes for name in ("ddp", "stratagem")
-        ]
+        # By the library's launcher, as DDP by torch's.
+        return [(model, Program(name, size)) for model in models for size in self.sizes for name in ("ddp", "launched")]
 
     def targets(self) -> list[Target]:
         """Every ratio of interest, with what it should be."""
@@ -140,7 +141,7 @@ class Results:
         kinds = (("start-up of torchrun + DDP", first_step_s), ("memory (PSS) of DDP", pss_mb))
         for what, of in kinds:
             for model, program in self.programs_alone():
-                if program.contender == "stratagem":
+                if program.contender == "launched":
                     size = program.num_replicas
                     bound = (
                         _START_UP_AGAINST_DDP.get(size)

@@ -23,6 +23,7 @@ PORT = "STRATAGEM_PORT"
 NUM_TASKS = "STRATAGEM_NUM_TASKS"
 SERVICE = "STRATAGEM_SERVICE"
 HEARTBEAT_TIMEOUT = "STRATAGEM_HEARTBEAT_TIMEOUT"
+EARLY_SERVER = "STRATAGEM_EARLY_SERVER"  # set by `stratagem run` for the process that it becomes
 
 # What the starters of clusters set for the tasks that they start.
 TORCHRUN = (
@@ -45,7 +46,7 @@ RAY_NICENESS = "RAY_worker_niceness"
 SET_BY_RAY = (RAY_AUTH_MODE, "RAY_CLIENT_MODE", "RAY_USAGE_STATS_ENABLED", "PYTHONBREAKPOINT")
 
 _PREFIX = "STRATAGEM_"
-_OWN = (SIMULATE, DEVICES, TOKEN_FILE, PORT, NUM_TASKS, SERVICE, HEARTBEAT_TIMEOUT)
+_OWN = (SIMULATE, DEVICES, TOKEN_FILE, PORT, NUM_TASKS, SERVICE, HEARTBEAT_TIMEOUT, EARLY_SERVER)
 
 
 def simulate() -> str | None:
@@ -173,6 +174,11 @@ def service() -> str | None:
 def heartbeat_timeout() -> str | None:
     """After how many seconds without a sign of life a task is lost; `stratagem run --heartbeat-timeout` sets it."""
     return os.environ.get(HEARTBEAT_TIMEOUT)
+
+
+def take_early_server() -> str | None:
+    """Where the fork server is that was started before this program, once: no process that it starts is told."""
+    return os.environ.pop(EARLY_SERVER, None)
 
 
 def python_path() -> list[str]:

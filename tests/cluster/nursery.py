@@ -296,7 +296,7 @@ class _ServerToBe:
 
     @classmethod
     def prepare(cls) -> None:
-        from stratagem.processes import launcher
+        from stratagem.processes import early_server
 
         ours, theirs = socket.socketpair()
         parent = os.getpid()
@@ -311,22 +311,27 @@ class _ServerToBe:
                 _serve(theirs)
             os._exit(0)
         theirs.close()
-        child, start_another = cls(pid), launcher._start_server
+        child, start_another = cls(pid), early_server.start_server
 
-        def start(descriptor: int) -> Any:
-            from stratagem import _integrations
-
-            launcher._start_server = start_another
+        def start(
+            descriptor: int,
+            modules: Sequence[str] = (),
+            environment: Mapping[str, str] | None = None,
+            *,
+            parent: int | None = None,
+        ) -> Any:
+            early_server.start_server = start_another
             order = {
-                "modules": list(_integrations.modules_for_children()),
-                "environment": dict(os.environ),
+                "modules": list(modules),
+                "environment": dict(os.environ if environment is None else environment),
                 "folder": os.getcwd(),
+                "parent": parent,
             }
             with ours:
                 socket.send_fds(ours, [json.dumps(order).encode()], [descriptor])
             return child
 
-        launcher._start_server = start
+        early_server.start_server = start
         os.register_at_fork(after_in_child=ours.close)
 
 
@@ -346,7 +351,7 @@ def _serve(connection: socket.socket) -> None:
         importlib.import_module(module)
     from stratagem.processes import forkserver
 
-    forkserver.main(descriptors[0])
+    forkserver.main(descriptors[0], order["parent"])
 
 
 if __name__ == "__main__":

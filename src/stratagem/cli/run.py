@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 from stratagem import _env
 from stratagem.cluster.launch.user_program import UserProgram
 from stratagem.errors import LaunchError
+from stratagem.processes.early_server import start_early
 
 if TYPE_CHECKING:
     from stratagem.cluster.launch.launching import LaunchOutcome
@@ -28,6 +29,7 @@ SETTINGS = {"allow_interspersed_args": False}
 
 # Shares of the CPU can always be had, so that nothing needs to be looked up, which would load torch.
 _SHARES_OF_CPU = re.compile(r"cpu:[1-9][0-9]{0,3}")
+_ONE_DEVICE = re.compile(r"[a-z]+:1", re.IGNORECASE)
 _SHOWN = re.compile(r"all|([0-9]+|(chief|worker|ps|evaluator)/[0-9]+)(,([0-9]+|(chief|worker|ps|evaluator)/[0-9]+))*")
 
 _in_cluster = functools.partial(typer.Option, rich_help_panel="Cluster")
@@ -190,7 +192,10 @@ def _execute(program: UserProgram, devices: str | None) -> None:
         from stratagem.devices.inventory import this_process
 
         check_devices(devices, this_process())
-    program.execute({_env.DEVICES: devices})
+    changes = {_env.DEVICES: devices}
+    if not _ONE_DEVICE.fullmatch(devices):
+        changes |= start_early(_env.for_process(changes))
+    program.execute(changes)
 
 
 def _screen(show: str | None) -> "Screen":

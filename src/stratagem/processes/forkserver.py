@@ -8,6 +8,7 @@ the kernel does. Started by `launcher`.
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import select
@@ -21,9 +22,18 @@ _PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE_BYTES = 1 << 20
 
 
-def main(descriptor: int) -> None:
-    """Serves one controller over an inherited socket until the controller is gone."""
+def main(descriptor: int, parent: int | None = None) -> None:
+    """Serves one controller over an inherited socket until the controller is gone.
+
+    Args:
+        descriptor: The socket.
+        parent: The process without which this one ends, whoever else has the other end of the socket by then.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
+    if parent is not None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above took hold
+            return
     gc.freeze()  # or the collector would write to all that children share with this process, and so copy it
     gc.enable()  # which was off for the imports
     wake_read, wake_write = os.pipe()
@@ -49,11 +59,23 @@ def _serve(controller: socket.socket, wake: int) -> None:
             data, descriptors, _, _ = socket.recv_fds(controller, _MAX_MESSAGE_BYTES, 1)
             if not data:
                 break
-            children.add(_fork(descriptors[0], json.loads(data), controller))
+            order = json.loads(data)
+            _import(order["modules"])
+            children.add(_fork(descriptors[0], order, controller))
     for pid in children:
         os.kill(pid, signal.SIGKILL)
     for pid in children:
         os.waitpid(pid, 0)
+
+
+def _import(modules: list[str]) -> None:
+    """Imports what is missing of some modules, as at the start."""
+    if missing := [each for each in modules if each not in sys.modules]:
+        gc.disable()
+        for each in missing:
+            importlib.import_module(each)
+        gc.freeze()
+        gc.enable()
 
 
 def _fork(descriptor: int, order: dict[str, object], controller: socket.socket) -> int:

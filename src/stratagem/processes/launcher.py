@@ -24,7 +24,7 @@ from stratagem import _integrations
 from stratagem._checks import require_folder
 from stratagem.devices.host import Host
 from stratagem.errors import ReplicaError
-from stratagem.processes import losses
+from stratagem.processes import early_server, losses
 from stratagem.processes.pipe import Wire
 from stratagem.processes.registry import Registry
 
@@ -137,15 +137,13 @@ class ForkServer:
     """The connection to a fork server of this process."""
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, self._process = early_server.take() or _started()
         _sockets.add(self._socket)
         self._orders = itertools.count(1)
-        self._started: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
         self._statuses: dict[int, int] = {}
         self._is_gone = False
         self.num_users = 0
-        with theirs:
-            self._process = _start_server(theirs.fileno())
 
     def order(self) -> tuple[int, socket.socket]:
         """Asks for a new child, without waiting for it: the number of the order and this end of its pipe."""
@@ -154,7 +152,8 @@ class ForkServer:
         _sockets.add(ours)
         try:
             with theirs:
-                order = json.dumps({"order": number, "path": sys.path}).encode()
+                modules = _integrations.modules_for_children()  # a server that was started early lacks them
+                order = json.dumps({"order": number, "path": sys.path, "modules": modules}).encode()
                 with contextlib.suppress(BrokenPipeError):  # it has ended: whoever waits for the child is told
                     socket.send_fds(self._socket, [order], [theirs.fileno()])
         except BaseException:
@@ -166,8 +165,8 @@ class ForkServer:
         """Waits for the child of an order, and gives its process id."""
         deadline = time.monotonic() + _START_DEADLINE_S
         while time.monotonic() < deadline:
-            if number in self._started:
-                return self._started.pop(number)
+            if number in self._pids:
+                return self._pids.pop(number)
             if not self._take_message(timeout_s=0.1) and self._has_ended():
                 raise ReplicaError(
                     f"the fork server ended with code {self._process.returncode} before it started a replica; "
@@ -210,7 +209,7 @@ class ForkServer:
         if "ended" in message:
             self._statuses[message["ended"]] = message["status"]
         else:
-            self._started[message["order"]] = message["started"]
+            self._pids[message["order"]] = message["started"]
         return True
 
     def _has_ended(self) -> bool:
@@ -220,17 +219,11 @@ class ForkServer:
         return self._process.poll() is not None
 
 
-def _start_server(descriptor: int) -> "subprocess.Popen[bytes]":
-    modules = ", ".join(["stratagem.processes.forkserver", *_integrations.modules_for_children()])
-    # What is imported stays: to look for garbage in it, again and again, would take a tenth of the time.
-    code = f"import gc; gc.disable(); import {modules}; stratagem.processes.forkserver.main({descriptor})"
-    return subprocess.Popen(
-        # -P: a file of the user's in the current folder must not stand in for a library.
-        [sys.executable, "-P", "-c", code],
-        stdin=subprocess.DEVNULL,
-        process_group=0,  # Ctrl-C is the controller's to handle, also before the server can say so
-        pass_fds=[descriptor],
-    )
+def _started() -> tuple[socket.socket, early_server.ServerProcess]:
+    """A new server, and this end of the connection to it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        return ours, early_server.start_server(theirs.fileno(), _integrations.modules_for_children())
 
 
 # A process that the program forks must not hold them: the server would not notice that the program is gone.
