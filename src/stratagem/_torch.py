@@ -391,6 +391,9 @@ MODULE_PARTS: Final = ("_modules", "_parameters", "_buffers")
 parts_of: Final[Callable[[Any], tuple[dict[str, Any], ...]]] = operator.attrgetter(*MODULE_PARTS)
 """Those dicts of a module."""
 
+parts_in: Final[Callable[[dict[str, Any]], tuple[dict[str, Any], ...]]] = operator.itemgetter(*MODULE_PARTS)
+"""Those dicts, of the attributes of a module."""
+
 MODULE_HOOKS: Final = (
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs"),
     *("_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks"),

@@ -8,8 +8,8 @@ are objects described one by one (`state_diff`, `captured`).
 import ctypes
 import itertools
 import weakref
-from collections.abc import Set
-from operator import call
+from collections.abc import Callable, Set
+from operator import attrgetter, call
 from typing import Any, Final, final
 
 import numpy as np
@@ -125,8 +125,8 @@ class Steady:
 
 def _seen(modules: list[Any], tensors: list[Any]) -> tuple[Any, ...]:
     """What modules and tensors are made of, in lists that are equal as long as that is the same."""
-    members: list[dict[str, Any]] = [vars(each) for each in modules]
-    dicts = [*members, *itertools.chain.from_iterable(map(_torch.parts_of, modules))]
+    members = list(map(_members, modules))
+    dicts = [*members, *itertools.chain.from_iterable(map(_torch.parts_in, members))]
     keys, sizes = list(itertools.chain.from_iterable(dicts)), list(map(len, dicts))
     try:
         values = np.fromiter(itertools.chain.from_iterable(map(dict.values, dicts)), dtype=object, count=len(keys))
@@ -138,6 +138,9 @@ def _seen(modules: list[Any], tensors: list[Any]) -> tuple[Any, ...]:
     of_tensors = list(map(len, filter(None, itertools.chain.from_iterable(map(_torch.hooks_of, tensors)))))
     needs = list(map(_torch.requires_grad_of, tensors))
     return keys, sizes, ids, list(map(type, modules)), needs, of_modules, of_tensors
+
+
+_members: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
 
 
 def _entry(module: Any) -> Any:

@@ -115,7 +115,9 @@ class Registry:
 
     def without_name(self, objects: Iterable[Any]) -> list[Any]:
         """Those of some objects that are not in it."""
-        names = self._names
+        names, objects = self._names, list(objects)
+        if names.keys() >= set(map(id, objects)):  # most often
+            return []
         return [each for each in objects if id(each) not in names]
 
     @property

@@ -1,5 +1,6 @@
 """Which buffers a step has written to; those that it gives its modules anew (`self.mean = ...`) count as written to."""
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
@@ -17,11 +18,12 @@ Held = tuple[torch.nn.Module, str, torch.Tensor]
 
 def held_by(objects: Iterable[Any]) -> list[Held]:
     """The buffers of the modules among some objects, before a step."""
+    modules = [each for each in objects if isinstance(each, torch.nn.Module)]
+    buffers = list(map(_torch.buffers_of, modules))  # most have none
     return [
         (module, key, buffer)
-        for module in objects
-        if isinstance(module, torch.nn.Module)
-        for key, buffer in _torch.buffers_of(module).items()
+        for module, own in itertools.compress(zip(modules, buffers, strict=True), buffers)
+        for key, buffer in own.items()
         if buffer is not None
     ]
 

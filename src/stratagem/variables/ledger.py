@@ -25,7 +25,7 @@ from stratagem.collectives import differentiable
 from stratagem.collectives.collective import Collective, is_finite
 from stratagem.errors import StrategyError
 from stratagem.variables import sparse
-from stratagem.variables.marks import Marks
+from stratagem.variables.marks import Marks, addresses
 from stratagem.variables.participant import Participant
 from stratagem.variables.written import are_alike
 
@@ -74,8 +74,8 @@ class Transport(Protocol):
     def end(self) -> None:
         """The sums have been given out."""
 
-    def watch(self, gradients: Mapping[int, torch.Tensor]) -> Watched:
-        """In the controller, after a run: begins to watch some of the gradients."""
+    def watch(self, gradients: Mapping[int, torch.Tensor], where: Sequence[int]) -> Watched:
+        """In the controller, after a run: begins to watch some of the gradients, with the `addresses` of all."""
 
     def written(self) -> Set[int]:
         """Which of those that it watches have been written to since, in whatever way."""
@@ -530,8 +530,9 @@ class Ledger:
         """In the controller, after a run: all replicas now have the same."""
         now = _gradients_of(dict(self.parameters()))
         gradients = {name: each for name, each in now.items() if each is not None}
-        watched = self._transport.watch(gradients) if self._transport else Watched()
-        self._marks.note(gradients, gradients.keys() - watched.found, watched.home)
+        where = addresses(gradients.values())
+        watched = self._transport.watch(gradients, where) if self._transport else Watched()
+        self._marks.note(gradients, where, gradients.keys() - watched.found, watched.home)
         self._are_marked = True
 
     def forget_gradients(self) -> None:

@@ -39,19 +39,18 @@ class Marks:
         self._values: dict[int, torch.Tensor] = {}
         self._followed: Set[int] = frozenset()
 
-    def note(
-        self, tensors: Mapping[int, torch.Tensor], uncounted: Set[int] = frozenset(), home: Set[int] = frozenset()
-    ) -> None:
+    def note(self, tensors: Mapping[int, torch.Tensor], where: list[int], uncounted: Set[int], home: Set[int]) -> None:
         """Takes tensors by name as they are now.
 
         Args:
             tensors: All of them.
+            where: Their `addresses`.
             uncounted: Those of which writes are to be found that torch does not count.
             home: Those in whose storage the library has one more tensor.
         """
         self._names = list(tensors)
         self._references = list(map(weakref.ref, tensors.values()))
-        self._addresses, self._versions = _looked_at(tensors.values())
+        self._addresses, self._versions = where, list(map(_torch.version_of, tensors.values()))
         held = {name: tensors[name] for name in uncounted if _is_held(tensors[name], int(name in home))}
         self._values = {name: _copied(_values(each), self._values.get(name)) for name, each in held.items()}
         if uncounted or self._followed:
@@ -71,7 +70,8 @@ class Marks:
         if (
             list(there) == self._names
             and all(map(operator.is_, there.values(), map(call, self._references)))
-            and _looked_at(there.values()) == (self._addresses, self._versions)
+            and list(map(_torch.version_of, there.values())) == self._versions
+            and addresses(there.values()) == self._addresses
         ):
             return written
         each = zip(self._references, self._addresses, self._versions, strict=True)
@@ -79,17 +79,12 @@ class Marks:
         return {name for name, tensor in tensors.items() if not is_as_marked(tensor, marks.get(name, ()))} | written
 
 
-def addresses(tensors: Collection[torch.Tensor]) -> Iterable[int]:
+def addresses(tensors: Collection[torch.Tensor]) -> list[int]:
     """Where tensors lie; of those that have no one place in memory, what they are."""
-    have_memory = set(map(_layout, tensors)) <= {torch.strided}
-    return map(torch.Tensor.data_ptr if have_memory else _address, tensors)
-
-
-def _looked_at(tensors: Collection[torch.Tensor]) -> tuple[list[int], list[int]]:
-    return list(addresses(tensors)), list(map(_torch.version_of, tensors))
-
-
-_layout = operator.attrgetter("layout")
+    try:
+        return list(map(torch.Tensor.data_ptr, tensors))
+    except RuntimeError:  # sparse ones are among them
+        return list(map(_address, tensors))
 
 
 def _address(tensor: torch.Tensor) -> int:

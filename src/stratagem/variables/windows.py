@@ -117,9 +117,11 @@ class Windows:
     def end(self) -> None:
         """The sums stay where they are until the next pass."""
 
-    def watch(self, gradients: Mapping[int, torch.Tensor]) -> Watched:
-        where = dict(zip(gradients, addresses(gradients.values()), strict=True)).items()
-        home = {name for row in self._rows for name, _ in where & row.addresses.items()}
+    def watch(self, gradients: Mapping[int, torch.Tensor], where: Sequence[int]) -> Watched:
+        lies = dict(zip(gradients, where, strict=True))
+        home: set[int] = set()
+        for row in self._rows:
+            home.update(lies if lies == row.addresses else (name for name, _ in lies.items() & row.addresses.items()))
         self._watched = home.difference(*(row.written() for row in self._rows))
         return Watched(self._watched, home)
 
