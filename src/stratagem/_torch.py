@@ -63,6 +63,9 @@ data_of: Final[Callable[[Any], torch.Tensor]] = torch._C.TensorBase.data.__get__
 
 set_data: Final[Callable[[Any, torch.Tensor], None]] = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
+numpy_of: Final[Callable[[Any], Any]] = torch._C.TensorBase.numpy
+"""`tensor.numpy()`, for the library: likewise."""
+
 base_of: Final[Callable[[Any], torch.Tensor | None]] = operator.attrgetter("_base")
 """The tensor that a view is of; autograd keeps it."""
 
@@ -341,6 +344,14 @@ foreach_zero_: Final = torch._foreach_zero_
 def num_storage_users(tensor: torch.Tensor) -> int:
     """How many tensors and objects hold the memory of a tensor; since torch 2.1."""
     return int(_any_torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def is_alone_in_memory(gradient: torch.Tensor) -> bool:
+    """Whether a gradient that a hook of its parameter sees has its memory to itself, and all of it."""
+    if num_storage_users(gradient) > NUM_OWN_USERS:
+        return False
+    storage = gradient.untyped_storage()
+    return storage.nbytes() == gradient.nbytes and bool(storage.resizable())  # memory of numpy's is not
 
 
 class StorageUsers:

@@ -125,6 +125,32 @@ def train_other(num_steps: int) -> list[list[float]]:
     return [each.detach().flatten().tolist() for each in model.parameters()]
 
 
+def train_large(num_steps: int) -> list[float]:
+    """Trains a model whose gradients take several windows on their way; sums over each of its weights."""
+    strategy = worker.strategy
+    with strategy.scope():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(NUM_FEATURES, 200_000), nn.Tanh(), nn.Linear(200_000, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(num_steps):
+        (distributed,) = strategy.distribute([batch(number)])
+        strategy.run(large_step, args=(model, optimizer, *distributed))
+    return sums_over(model)
+
+
+def large_step(model: nn.Module, optimizer: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+
+
+def sums_over(model: nn.Module) -> list[float]:
+    return [
+        (each.detach().double() * torch.linspace(1, 2, each.numel()).view(each.shape)).sum().item()
+        for each in model.parameters()
+    ]
+
+
 def swallow_a_failed_pass(failing: int) -> str:
     """Goes on after a backward pass that failed in one worker, when gradients were on their way."""
 

@@ -67,6 +67,16 @@ def test_too_much_memory_is_an_error_now_and_not_a_signal_later() -> None:
         Region.create(1 << 60)
 
 
+def test_pages_that_are_given_back_take_no_memory_until_they_are_used_again() -> None:
+    region = Region.create(8 * PAGE_BYTES)
+    own = region.shared(torch.uint8, 0, region.num_bytes).fill_(7)
+    region.give_back(PAGE_BYTES + 1, 5 * PAGE_BYTES + 1)  # whole pages only
+    assert 512 * os.fstat(region.descriptor).st_blocks == 5 * PAGE_BYTES
+    assert own.view(8, -1).float().mean(1).tolist() == [7, 7, 0, 0, 0, 7, 7, 7]
+    own.fill_(1)
+    assert 512 * os.fstat(region.descriptor).st_blocks == 8 * PAGE_BYTES
+
+
 def test_descriptor_ends_with_the_region_and_tensors_live_on() -> None:
     region, shared, private = make()
     descriptor = region.descriptor

@@ -176,6 +176,17 @@ def test_parameters_of_two_types_and_weights_written_in_a_step(two: list[TaskPro
         torch.testing.assert_close(torch.tensor(ours), theirs.detach().flatten().float(), rtol=1e-4, atol=1e-5)
 
 
+def test_large_gradients_are_summed_alike_with_and_without_replicas_beside(two: list[TaskProcess]) -> None:
+    first, second = ask_both(two, "train_large(3)")
+    assert first == second
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 200_000), torch.nn.Tanh(), torch.nn.Linear(200_000, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(3):
+        worker_program.large_step(model, optimizer, *worker_program.batch(number))
+    torch.testing.assert_close(first, worker_program.sums_over(model), rtol=1e-4, atol=1e-3)
+
+
 def test_results_of_all_replicas_come_to_every_worker(two: list[TaskProcess]) -> None:
     run = "worker.strategy.run(lambda: torch.ones(2) * sg.get_replica_context().replica_id_in_sync_group)"
     assert ask_both(two, f"worker.strategy.gather({run}).tolist()") == [[0, 0, 1, 1, 2, 2]] * 2

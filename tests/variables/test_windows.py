@@ -1,12 +1,16 @@
 """Gradients on their way to other machines, while the backward pass goes on."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
+from stratagem import _torch
 from stratagem.collectives.exchange import WindowExchange
 from stratagem.collectives.signals import Signals
 from stratagem.processes.region import Region
@@ -14,6 +18,7 @@ from stratagem.variables.store import Store
 from stratagem.variables.windows import Windows
 
 WIDTH = 1000
+LARGE = 4 * 2**19  # elements: some windows lie within a parameter of so many, whatever is before it
 
 
 class OtherMachine:
@@ -111,3 +116,152 @@ def test_failed_pass_gives_back_what_was_not_sent() -> None:
     assert all(each.grad is None for each in model.parameters())
     windows.abandon()
     assert all(each.grad is not None for each in model.parameters())
+
+
+def parameters_around_a_large_one() -> nn.ParameterList:
+    """A small one, one that is copied to where its sum is made, and one that is summed where it is."""
+    return nn.ParameterList([torch.zeros(10), torch.zeros(WIDTH, 50), torch.zeros(2, LARGE // 2)])
+
+
+def loss_of(parameters: nn.ParameterList) -> torch.Tensor:
+    """A loss whose gradients are 1, 2 and so on."""
+    losses = [(each * number).sum() for number, each in enumerate(parameters, start=1)]
+    return torch.stack(losses).sum()
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {each.untyped_storage().data_ptr() for each in tensors}
+
+
+def sums_after(windows: Windows) -> list[torch.Tensor]:
+    """Ends a pass, as the ledger does."""
+    summed = windows.sum(windows.taken())
+    totals = list(windows.totals(sorted(summed.present)))
+    windows.end()
+    return totals
+
+
+def test_large_gradient_becomes_its_sum() -> None:
+    model = parameters_around_a_large_one()
+    windows, other, _ = windows_of(model)
+    windows.begin(syncing=True, counts=True)
+    loss_of(model).backward()
+    assert other.num_bytes > 4 * (LARGE - 2**19)  # while the pass went on
+    sums = sums_after(windows)
+    assert [each.unique().tolist() for each in sums] == [[2.0], [3.0], [4.0]]
+    assert storages(sums[2:]) < storages(other.sums)
+    del other.sums[:]
+    assert _torch.num_storage_users(sums[2]) == _torch.NUM_OWN_USERS
+
+
+def test_sums_that_are_made_elsewhere_take_no_shared_memory() -> None:
+    model = parameters_around_a_large_one()
+    windows, _, store = windows_of(model)
+    (row,) = windows._rows
+    for _ in range(2):
+        windows.begin(syncing=True, counts=True)
+        loss_of(model).backward()
+        sums_after(windows)
+        used = 512 * os.fstat(row.exchange._total.descriptor).st_blocks
+        assert used <= store.region.num_bytes - 4 * 2**20  # of the large one two windows at least
+
+
+def kept_by_a_hook(parameter: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    kept: list[torch.Tensor] = []
+    seen = parameter.view(-1)
+    seen.register_hook(kept.append)
+    return (seen * 3).sum(), kept
+
+
+def kept_as_an_array(parameter: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    array = np.full(tuple(parameter.shape), 3.0, np.float32)
+
+    class FromArray(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, given: torch.Tensor) -> torch.Tensor:
+            return given.sum()
+
+        @staticmethod
+        def backward(_: Any, __: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(array)
+
+    return FromArray.apply(parameter), [torch.from_numpy(array)]
+
+
+def kept_from_before(parameter: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    parameter.grad = kept = torch.ones_like(parameter)
+    return (parameter * 2).sum(), [kept]
+
+
+def kept_as_part_of_more(parameter: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    kept: list[torch.Tensor] = []
+    more = torch.cat([parameter, torch.zeros(1, LARGE // 2)])
+    more.register_hook(lambda gradient: kept.append(gradient[:2]))
+    return (more * 3).sum(), kept
+
+
+@pytest.mark.parametrize("keep", [kept_by_a_hook, kept_as_an_array, kept_from_before, kept_as_part_of_more])
+def test_gradient_that_a_program_has_kept_is_not_summed_in_place(keep: Callable[..., Any]) -> None:
+    model = parameters_around_a_large_one()
+    windows, other, _ = windows_of(model)
+    loss, kept = keep(model[2])
+    windows.begin(syncing=True, counts=True)
+    loss.backward()
+    (total,) = sums_after(windows)[-1:]
+    assert total.eq(4).all()
+    assert [each.unique().tolist() for each in kept] == [[3.0]]
+    assert not storages(kept) & (storages(other.sums) | storages([total]))
+
+
+def test_gradients_that_autograd_lays_into_the_same_memory_are_summed_each() -> None:
+    model = nn.ParameterList([torch.zeros(2, LARGE // 2), torch.zeros(LARGE)])
+    windows, _, _ = windows_of(model)
+    windows.begin(syncing=True, counts=True)
+    ((model[0].view(-1) + model[1].view(-1)) * 3).sum().backward()
+    sums = sums_after(windows)
+    assert [each.unique().tolist() for each in sums] == [[4.0], [4.0]]
+    assert len(storages(sums)) == 2
+
+
+def test_large_gradients_that_come_in_parts_are_all_summed() -> None:
+    model = parameters_around_a_large_one()
+    windows, other, _ = windows_of(model)
+    windows.begin(syncing=True, counts=True)
+    first, second = loss_of(model), loss_of(model)
+    model[2].register_post_accumulate_grad_hook(lambda _: None)
+    (first + second).backward()  # added by autograd
+    num_sent = len(other.sums)
+    assert num_sent > 1
+    loss_of(model).backward()  # after it was sent
+    sums = sums_after(windows)
+    assert len(other.sums) > 2 * num_sent
+    # The other machine, whose ones count in each sum, has one for what was late too.
+    assert [each.unique().tolist() for each in sums] == [[5.0], [8.0], [11.0]]
+
+
+def test_failed_pass_gives_back_large_gradients_that_were_not_sent() -> None:
+    model = nn.ParameterList([torch.zeros(LARGE), torch.zeros(10)])
+    windows, other, _ = windows_of(model)
+    windows.begin(syncing=True, counts=True)
+    (model[0] * 3).sum().backward()
+    assert not other.sums  # the other one goes first
+    assert model[0].grad is None
+    windows.abandon()
+    assert model[0].grad.unique().tolist() == [3.0]
+    windows.begin(syncing=True, counts=True)
+    loss_of(model).backward()
+    assert [each.unique().tolist() for each in sums_after(windows)] == [[5.0], [3.0]]
+
+
+def test_large_gradients_that_a_pass_has_not_sent_early_are_summed_in_copies() -> None:
+    model = parameters_around_a_large_one()
+    windows, _, _ = windows_of(model)
+    windows.begin(syncing=False, counts=True)
+    (model[2] * 3).sum().backward()
+    own = {2: model[2].grad}
+    summed = windows.sum(own)
+    assert summed.present >= {2}
+    (total,) = windows.totals([2])
+    windows.end()
+    assert total.unique().tolist() == [4.0]
+    assert own[2].unique().tolist() == [3.0]

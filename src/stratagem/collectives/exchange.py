@@ -22,6 +22,7 @@ import torch
 
 from stratagem import _torch
 from stratagem.collectives.collective import is_finite
+from stratagem.collectives.in_place import SegmentsInPlace
 from stratagem.collectives.signals import Signals
 from stratagem.processes.region import PAGE_BYTES, Region
 
@@ -37,6 +38,9 @@ StartSum = Callable[[torch.Tensor], Callable[[], bool]]
 
 # In the place of a vector that lies where its sum will be already.
 PLACED = torch.empty(0)
+
+# What was summed: the windows of the sum by number, and the segments that lie elsewhere.
+KeptSum = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]
 
 # A piece of a segment: the segment's number, and where the piece starts and ends in the vector.
 Piece = tuple[int, int, int]
@@ -138,7 +142,8 @@ class WindowExchange:
             whole = [piece for piece in of_small if self._is_whole(piece)]
             cut = [piece for piece in of_small if not self._is_whole(piece)]
             self._windows.append(_Window(start, shown, whole, cut, self._runs(own)))
-        self._sums = list(torch.split(self._sum, width)) if num_elements else []  # of the windows
+        is_alone = further and size == 1
+        self._in_place = SegmentsInPlace(self._segments if is_alone else (), small, width, total, self._sum)
         # Where small pieces are shown, for each window and each of its buffers.
         self._places: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._gaps: dict[int, torch.Tensor] = {}  # what lies between segments that are summed together
@@ -222,7 +227,7 @@ class WindowExchange:
         rank = self._signals.rank
         has_all = type(None) not in set(map(type, vectors))
         self._presence[rank] = has_all or [vector is not None for vector in vectors]
-        finite = True
+        finite = self._in_place.take_rest(vectors, PLACED)
         self._between, self._last = between, None
         num_early, self._num_early = self._num_early, 0
         rest = range(len(self._windows) - num_early)
@@ -243,7 +248,20 @@ class WindowExchange:
     def give_up(self) -> bool:
         """Forgets windows that a pass has sent which then failed; tells whether there were any."""
         num_early, self._num_early, self._on_their_way = self._num_early, 0, []
+        self.let_go()
         return num_early > 0
+
+    def is_in_place(self, segment: int) -> bool:
+        """Whether a segment is summed in the memory in which it is placed."""
+        return segment in self._in_place
+
+    def sums_in_place(self) -> dict[int, torch.Tensor]:
+        """The sums of these segments, in their form, after `finish`."""
+        return {number: row.as_strided(*self._forms[number]) for number, row in self._in_place.rows.items()}
+
+    def let_go(self) -> None:
+        """Leaves the memory of these segments to whoever has been given the sums."""
+        self._in_place.let_go()
 
     def next_segments(self) -> range:
         """The segments that the next window to be sent early consists of."""
@@ -256,19 +274,25 @@ class WindowExchange:
 
         Args:
             segment: Which.
-            vector: Its elements, in one row.
+            vector: Its elements, in one row; of a segment that is summed in place, in memory that nobody else has.
             add: Whether they are added to what was put there before.
         Returns:
             Whether it is finite.
         """
+        if segment in self._in_place and not add:
+            return self._in_place.put(segment, vector)
         place = self._placed(segment)
         return _add([place, vector] if add else [vector], place)
 
     def taken_back(self, segment: int) -> torch.Tensor:
-        """A copy of what was put where the sum of a segment will be, in its form."""
-        return self._placed(segment).clone().as_strided(*self._forms[segment])
+        """What was put where the sum of a segment will be, in its form and in memory of its own."""
+        placed = self._placed(segment)
+        own = placed if segment in self._in_place else placed.clone()
+        return own.as_strided(*self._forms[segment])
 
     def _placed(self, segment: int) -> torch.Tensor:
+        if segment in self._in_place:
+            return self._in_place.rows[segment]
         offset, numel = self._segments[segment]
         return self._sum[offset : offset + numel]
 
@@ -290,13 +314,17 @@ class WindowExchange:
         self._num_early += 1
         self._send_on(number)
 
-    def kept_sum(self) -> torch.Tensor:
-        """A copy of the sum."""
-        return self._sum.clone()
+    def kept_sum(self) -> KeptSum:
+        """The sum, which the next one leaves as it is."""
+        windows = {number: each.clone() for number, each in self._in_place.windows_elsewhere().items()}
+        return windows, self._in_place.let_go()
 
-    def add_kept(self, kept: torch.Tensor) -> bool:
+    def add_kept(self, kept: KeptSum) -> bool:
         """Adds to the sum what it was before; tells whether it is finite."""
-        return is_finite(self._sum.add_(kept))
+        own = self._in_place.windows_elsewhere(), self._in_place.rows
+        pairs = [(now[number], before) for now, them in zip(own, kept, strict=True) for number, before in them.items()]
+        finite = [is_finite(now.add_(before)) for now, before in pairs]  # all are added, whatever comes of the first
+        return all(finite)
 
     def finish(self) -> bool:
         """Waits until all windows are summed over the machines; tells whether the sum is finite."""
@@ -304,6 +332,7 @@ class WindowExchange:
             self._send_on(self._last)
         waiting, self._on_their_way = self._on_their_way, []
         finite = [wait() for wait in waiting]  # for each, whatever comes of the first
+        self._in_place.bring_back()
         return all(finite)
 
     def note_anywhere(self, present: Sequence[int]) -> None:
@@ -316,7 +345,7 @@ class WindowExchange:
 
     def _send_on(self, number: int) -> None:
         if self._between is not None:
-            self._on_their_way.append(self._between(self._sums[number]))
+            self._on_their_way.append(self._between(self._in_place.row_to_send(number)))
 
     def _show(self, vectors: Sequence[torch.Tensor | None], number: int, buffer: int) -> None:
         window, slot = self._windows[number], self._slots[buffer, self._signals.rank]
@@ -383,9 +412,9 @@ class WindowExchange:
         self._sum.index_fill_(0, self._gaps[key], 0)
 
     def _sum_piece(self, vector: torch.Tensor | None, piece: Piece, slots: torch.Tensor, start: int) -> bool:
-        if vector is PLACED:
-            return True  # for now: other machines have yet to add theirs
         segment, first, last = piece
+        if vector is PLACED or segment in self._in_place:
+            return True  # for now: other machines have yet to add theirs
         offset, parts = self._segments[segment][0], []
         for rank in range(self._signals.size):
             if not self._presence[rank, segment]:

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar, final
 import numpy as np
 import torch
 
+from stratagem import _torch
 from stratagem.collectives.collective import (
     Collective,
     MismatchError,
@@ -289,7 +290,7 @@ def _divided(window: torch.Tensor, size: int) -> list[torch.Tensor]:
 
 def _bytes(row: torch.Tensor) -> "np.ndarray[Any, Any]":
     """The memory of a flat tensor."""
-    return row.view(torch.uint8).numpy()
+    return _torch.numpy_of(row.view(torch.uint8))  # type: ignore[no-any-return]
 
 
 def _nobody(_: float) -> None:

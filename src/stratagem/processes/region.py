@@ -10,6 +10,7 @@ nothing is left behind however a program ends. It is reserved when it is made, s
 memory is an error then and never a signal later.
 """
 
+import contextlib
 import functools
 import mmap
 import os
@@ -116,6 +117,13 @@ class Region:
         """Gives this process' own pages up, for those of everyone."""
         for start, end in runs(pages):
             self._private.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def give_back(self, start: int, end: int) -> None:
+        """Returns the pages within a range of bytes to the system; what is there when they are used again is zeros."""
+        first, last = -(-start // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES
+        with contextlib.suppress(OSError):  # not every kernel can: they stay reserved then
+            if first < last:
+                self._shared.madvise(mmap.MADV_REMOVE, first, last - first)
 
     def leave(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Leaves the private views that there are to whoever has them; `private` gives views of a new mapping.

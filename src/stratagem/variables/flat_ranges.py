@@ -148,6 +148,8 @@ def joined(
 
 def _is_next(one: UpdatedPart, other: UpdatedPart, slots: Slots) -> bool:
     """Whether a part and its state lie right behind another and its."""
+    if max(one.placement.numel, other.placement.numel) > BLOCK:
+        return False  # what is left of a large parameter, whose gradient need not lie beside those of its neighbours
     if one.store is not other.store or one.group != other.group or not one.store.is_gap(one.end, other.start):
         return False
     if one.place is None or other.place is None or len(one.place.cells) != len(other.place.cells):

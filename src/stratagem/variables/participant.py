@@ -134,7 +134,7 @@ class Located(Protocol):
         """The elements of a tensor that this replica updates."""
 
     def sum_of(self, store: Store) -> torch.Tensor | None:
-        """The sums of the gradients of a store, flat, one after the other; `None` if they are not summed."""
+        """The sums of the gradients of a store, flat; `None` if they are not summed. Large ones may lie elsewhere."""
 
     def part_of(self, rank: int, tensor: torch.Tensor) -> OwnPart:
         """Those that another one updates."""

@@ -2,7 +2,7 @@
 
 Each store of parameters has an exchange; a gradient that is given out is a view of its sum. Between
 machines the first replica of each sends windows on to the others; one that is alone on its machine
-sends them while the backward pass still runs.
+sends them while the backward pass still runs, and large gradients become their sums.
 """
 
 import functools
@@ -59,7 +59,7 @@ class Windows:
         return any(each.store is store for each in self._rows)
 
     def sum_of(self, store: Store) -> torch.Tensor | None:
-        """The sums of a store, one after the other; zeros between them."""
+        """The sums of a store, one after the other, but for those that are made in place; zeros between them."""
         return next((each.exchange.sum for each in self._rows if each.store is store), None)
 
     def begin(self, *, syncing: bool, counts: bool) -> None:
@@ -69,6 +69,7 @@ class Windows:
                 "its error end the run"
             )
         for row in self._rows:
+            row.exchange.let_go()  # of a pass that has failed
             row.leave_to_users()
         self._early.begin(self._rows[:1] if syncing and counts else [])
 
@@ -111,11 +112,13 @@ class Windows:
         # `detach_()`, and what it writes to one changes no other's version.
         views: dict[int, torch.Tensor] = {}
         for row in self._rows:
-            views |= row.views
+            views |= row.totals()
         return list(map(_torch.data_of, map(views.__getitem__, names)))
 
     def end(self) -> None:
-        """The sums stay where they are until the next pass."""
+        """Gradients have the sums that were made in place; the others stay where they are until the next pass."""
+        for row in self._rows:
+            row.exchange.let_go()
 
     def watch(self, gradients: Mapping[int, torch.Tensor], where: Sequence[int]) -> Watched:
         lies = dict(zip(gradients, where, strict=True))
@@ -207,6 +210,11 @@ class _Row:
             self.exchange.leave(kept)
             self._lay_out()
 
+    def totals(self) -> dict[int, torch.Tensor]:
+        """The sums by name, each in its form."""
+        in_place = self.exchange.sums_in_place()
+        return self.views | {self._names[number]: each for number, each in in_place.items()} if in_place else self.views
+
     def written(self) -> set[int]:
         """The names of gradients that lie in pages that this replica has written to."""
         return {self._names[number] for number in self.exchange.in_pages(self.exchange.written_pages())}
@@ -232,8 +240,8 @@ class _Row:
 class _EarlyWindows:
     """Sends gradients to other machines while the backward pass goes on, from a replica that is alone on its own.
 
-    A gradient that has come is taken from its parameter. A large one is copied to where its sum will be and given up:
-    gradients take memory once.
+    A gradient that has come is taken from its parameter. A large one becomes the memory in which its sum is made, or is
+    copied to where that will be and given up: gradients take memory once.
 
     Args:
         start_sum: Begins to sum a flat tensor over the machines; `None` if nothing is sent early.
@@ -244,6 +252,7 @@ class _EarlyWindows:
         self._handles: list[Any] = []
         self._row: _Row | None = None
         self._arrived: dict[int, torch.Tensor] = {}  # by the number of the segment
+        self._had: set[int] = set()  # which had gradients before the pass: the program may use them elsewhere
         self._sent: set[int] = set()  # of which a part is on its way
         self._placed: dict[int, torch.Tensor] = {}  # what stands for those that were given up
         self._late: dict[int, torch.Tensor] = {}
@@ -256,6 +265,8 @@ class _EarlyWindows:
             row.exchange.forget()
             for number, parameter in enumerate(row.store.tensors):
                 if parameter is not None and parameter.requires_grad:
+                    if parameter.grad is not None:
+                        self._had.add(number)
                     hook = _torch.LibraryHook(functools.partial(self._arrive, row, number))
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
@@ -269,7 +280,7 @@ class _EarlyWindows:
             handle.remove()
         late = self._by_name(self._late)
         self._handles, self._row = [], None
-        self._arrived, self._sent, self._placed, self._late = {}, set(), {}, {}
+        self._arrived, self._had, self._sent, self._placed, self._late = {}, set(), set(), {}, {}
         return late
 
     def put_back(self) -> None:
@@ -300,7 +311,10 @@ class _EarlyWindows:
         elif exchange.is_small(number):
             self._arrived[number] = _added(self._arrived.get(number), gradient, placement)
         else:
+            is_shared = number in self._had or not _torch.is_alone_in_memory(gradient)
             vector = _in_one_row(laid_out(gradient, placement))
+            if is_shared and exchange.is_in_place(number) and number not in self._placed:
+                vector = vector.clone()
             is_finite = exchange.place(number, vector, add=number in self._placed)
             self._placed[number] = _FINITE if is_finite else _NOT_FINITE
         while (segments := exchange.next_segments()) and all(map(self._has_come, segments)):
