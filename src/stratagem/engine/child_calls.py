@@ -153,9 +153,9 @@ def run(
     key: int,
     call: Call,
     function: Callable[..., Any],
-    arguments: StepArguments,
     delivery: captured.Delivery | None,
     unwanted: Sequence[int],
+    *fields: Any,
 ) -> Answer:
     """Runs the user's function as this child's replica; drops results that nobody asked for."""
     for number in unwanted:
@@ -167,6 +167,7 @@ def run(
     if call.seed is not None:
         seed_everything(seed_of(call.seed, runtime.global_rank))
     with surrounded_by(call.surroundings) as placed:
+        arguments = StepArguments(*fields)
         done = runtime.run(call, function, arguments, lambda result: per_replica.pack_result(result, _results))
     return Answer(runtime.unsettled, done, placed)
 

@@ -333,22 +333,18 @@ class LocalReplicas(Driver):
         parts = [arguments.part(rank, sent=True) for rank in range(1, len(self._devices))]
         unwanted = self._unwanted[:]
         del self._unwanted[: len(unwanted)]
+        shared = self.key, call, function, delivery if any(delivery[:2]) or delivery.dropped else None
+        own = [
+            (tuple([number for owner, number in unwanted if owner == rank]), *part.fields())
+            for rank, part in enumerate(parts, start=1)
+        ]
+        if shared[-1] is not None or self._captured.reference(function) is None:
+            # What children are given now may be in arguments too: there it is the same object.
+            shared, own = (), [(*shared, *each) for each in own]
         try:
-            self._group.call(
-                child_calls.run,
-                [
-                    (
-                        *(self.key, call, function, part, delivery if any(delivery[:2]) or delivery.dropped else None),
-                        tuple([number for owner, number in unwanted if owner == rank]),
-                    )
-                    for rank, part in enumerate(parts, start=1)
-                ],
-                self._captured.referring(
-                    functools.partial(
-                        self.distribution.reference_in_run, given=functools.partial(_given, arguments, parts)
-                    )
-                ),
-            )
+            given = functools.partial(_given, arguments, parts)
+            reference = functools.partial(self.distribution.reference_in_run, given=given)
+            self._group.call(child_calls.run, own, self._captured.referring(reference), shared=shared)
         except BaseException as error:
             if any(each.calls for each in self._group.members.values()):  # some have it, or a half of it
                 self.end(error)

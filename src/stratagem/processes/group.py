@@ -196,7 +196,10 @@ class ChildGroup:
             arguments: Its arguments.
             reference: How objects are named on the way, if not by the registry alone; may refuse some.
         """
-        return pack_for(f"the {self._noun}s", (function, arguments), reference or self._registry.reference)
+        return self._packed((function, *arguments), reference)
+
+    def _packed(self, message: tuple[Any, ...], reference: Callable[[Any], Any] | None) -> Packed:
+        return pack_for(f"the {self._noun}s", message, reference or self._registry.reference)
 
     def submit(self, member: GroupMember, packed: Packed, call: PendingCall) -> bool:
         """Sends a call, without waiting for its answer; whether it was taken.
@@ -276,6 +279,8 @@ class ChildGroup:
         function: Callable[..., Any],
         arguments: Sequence[tuple[Any, ...]],
         reference: Callable[[Any], Any] | None = None,
+        *,
+        shared: tuple[Any, ...] = (),
     ) -> None:
         """Sends each member its call; `collect` brings the answers.
 
@@ -283,9 +288,12 @@ class ChildGroup:
             function: A function of the library.
             arguments: For each member its own.
             reference: How objects are named on the way, if not by the registry alone; may refuse some.
+            shared: Arguments before these that are the same for all, and packed once: what is in them as well as in
+                those of one member is there twice.
         """
         # All are packed before any is sent: what cannot be sent is an error before anything runs.
-        packed = [self.pack(function, own, reference) for own in arguments]
+        first = self.pack(function, shared, reference)
+        packed = [first.followed_by(self._packed(own, reference)) for own in arguments]
         # The last first: one that shares this process' core comes after those that can begin beside it.
         for member, message in reversed(list(zip(self.members.values(), packed, strict=True))):
             self._submit_alone(member, message)
