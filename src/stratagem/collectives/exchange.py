@@ -171,9 +171,10 @@ class WindowExchange:
 
     def changed(self) -> list[int]:
         """The segments of the sum that this replica has changed, in whatever way."""
+        pages = self._total.written_pages()
         return [
             number
-            for number in self.in_pages(self._total.written_pages())
+            for number in (self.in_pages(pages) if len(pages) else ())
             if not torch.equal(*(each[self._range(number)].view(torch.uint8) for each in (self.sum, self._sum)))
         ]
 

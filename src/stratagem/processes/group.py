@@ -257,8 +257,10 @@ class ChildGroup:
             self._show(member, *content)
             return
         number, outcome = content
-        call = next((each for each in member.calls if each.number == number), None)
-        if call is None:
+        for call in member.calls:
+            if call.number == number:
+                break
+        else:
             return  # it was given up
         member.calls.remove(call)
         if kind == DONE:
@@ -328,10 +330,10 @@ class ChildGroup:
             elif now_s - last_message_s > self._patience_s(busy, closing=closing):
                 self._report_stall(busy)
             self.reap()
-        calls = [member.last_call for member in self.members.values()]
-        answers = [call.answer for call in calls]
-        for call in calls:
-            call.answer = None  # it is the caller's now, to keep or to drop
+        answers = []
+        for member in self.members.values():
+            answers.append(member.last_call.answer)
+            member.last_call.answer = None  # it is the caller's now, to keep or to drop
         return answers
 
     def failures(self, besides: type[BaseException] | None = None) -> list[PendingCall]:
@@ -341,8 +343,11 @@ class ChildGroup:
             besides: The error of members that only ended because another failed.
         """
         calls = [member.last_call for member in self.members.values()]
-        failed = [(call, call.failure[0]) for call in calls if call.failure is not None]
-        return [call for call, error in failed if besides is None or not isinstance(error, besides)]
+        return [
+            call
+            for call in calls
+            if call.failure is not None and (besides is None or not isinstance(call.failure[0], besides))
+        ]
 
     def watch(self, waited_s: float, missing: Sequence[int]) -> None:
         """Takes in messages while this process waits for members, and makes sure that they still live.
