@@ -335,12 +335,19 @@ class LocalReplicas(Driver):
         parts = [arguments.part(rank, sent=True) for rank in range(1, len(self._devices))]
         unwanted = self._unwanted[:]
         del self._unwanted[: len(unwanted)]
-        shared: tuple[Any, ...] = self.key, call, function, delivery if any(delivery[:2]) or delivery.dropped else None
+        is_new = any(delivery[:2]) or bool(delivery.dropped)
+        name = None if is_new else self._captured.reference(function)
+        shared: tuple[Any, ...] = (
+            self.key,
+            call.told(),
+            function if name is None else name,
+            delivery if is_new else None,
+        )
         own = [
             (tuple([number for owner, number in unwanted if owner == rank]), *part.fields())
             for rank, part in enumerate(parts, start=1)
         ]
-        if shared[-1] is not None or self._captured.reference(function) is None:
+        if name is None:
             # What children are given now may be in arguments too: there it is the same object.
             shared, own = (), [(*shared, *each) for each in own]
         try:

@@ -44,7 +44,7 @@ class Interrupts:
         """Begins or ends such a part."""
         self._is_allowed = is_allowed
         try:
-            if is_allowed:
+            if is_allowed and self._held:
                 self._deliver()
         except BaseException:
             self._is_allowed = False

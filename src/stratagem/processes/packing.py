@@ -135,7 +135,7 @@ def unpack(
 
 
 def _is_plain(message: object, reference: Callable[[Any], Any]) -> bool:
-    """Whether a message is made of parts that are never named, and of lists and dicts that have no name.
+    """Whether a message is made of parts that never have a name on the way, and of lists and dicts without one.
 
     Then nothing has to be asked for each of its parts on the way. What is long is not looked through.
     """
@@ -151,7 +151,7 @@ def _is_plain(message: object, reference: Callable[[Any], Any]) -> bool:
             if reference(each) is not None:
                 return False
             left += each if kind is list else [*each, *each.values()]
-        elif kind not in _PLAIN:
+        elif kind not in _PLAIN and not (kind is FunctionType and each in _own_functions):
             return False
     return False
 

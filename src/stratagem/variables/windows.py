@@ -103,8 +103,8 @@ class Windows:
             is_finite = bool(signals.flags(ALL_FINITE_FLAG)[0])
             if not signals.flags(IN_TIME_FLAG)[0]:  # on some machine
                 is_finite &= self._add_late(late)
-        pairs = zip(self._rows, present, strict=True)
-        return Summed({name for row, there in pairs for name in row.named(there)}, is_finite, any_sparse)
+        names = itertools.chain.from_iterable(map(_Row.named, self._rows, present))
+        return Summed(set(names), is_finite, any_sparse)
 
     def totals(self, names: Sequence[int]) -> list[torch.Tensor]:
         # New tensors each time, since gradients belong to one step; no views to autograd: the program may call
@@ -120,11 +120,11 @@ class Windows:
     def watch(self, gradients: Mapping[int, torch.Tensor]) -> Watched:
         where = dict(zip(gradients, addresses(gradients.values()), strict=True)).items()
         home = {name for row in self._rows for name, _ in where & row.addresses.items()}
-        self._watched = home.difference(*(row.written() for row in self._rows))
+        self._watched = home.difference(*map(_Row.written, self._rows))
         return Watched(self._watched, home)
 
     def written(self) -> Set[int]:
-        return {name for row in self._rows for name in row.changed() if name in self._watched}
+        return self._watched & set(itertools.chain.from_iterable(map(_Row.changed, self._rows)))
 
     def _sum_between_machines(
         self, present: Sequence[Sequence[bool]], *, late: bool, any_sparse: bool
@@ -207,7 +207,8 @@ class _Row:
 
     def written(self) -> set[int]:
         """The names of gradients that lie in pages that this replica has written to."""
-        return {self._names[number] for number in self.exchange.in_pages(self.exchange.written_pages())}
+        pages = self.exchange.written_pages()
+        return {self._names[number] for number in self.exchange.in_pages(pages)} if len(pages) else set()
 
     def changed(self) -> list[int]:
         """The names of gradients that were written to, in whatever way."""
