@@ -637,16 +637,16 @@ class Replica:
 class _SplitBlock:
     """The block of `Replica.split_update`."""
 
-    __slots__ = ("_checked", "_meeting", "_parameters", "_replica")
+    __slots__ = ("_checked", "_meeting", "_replica", "_updated")
 
     def __init__(self, replica: Replica, parameters: Iterable[torch.Tensor], checked: bool) -> None:
-        self._replica, self._parameters, self._checked = replica, parameters, checked
+        self._replica, self._updated, self._checked = replica, parameters, checked
         self._meeting = replica.signals.meeting_for(Purpose.UPDATE)
 
     def __enter__(self) -> bool:
         self._meeting.__enter__()
         try:
-            return self._replica.begin_split(list(self._parameters), checked=self._checked)
+            return self._replica.begin_split(list(self._updated), checked=self._checked)
         except BaseException:
             self._meeting.__exit__(None, None, None)
             raise
