@@ -111,7 +111,14 @@ def _map_only(kind: type | tuple[type, ...], function: Callable[[Any], Any], val
     if depth > _DEEPEST:
         raise _too_deep()
     if own is tuple or own is list:
-        made = [_map_only(kind, function, each, depth + 1) for each in value]
+        made = [
+            function(each)
+            if isinstance(each, kind)
+            else each
+            if type(each) in _ALWAYS_LEAVES
+            else _map_only(kind, function, each, depth + 1)
+            for each in value
+        ]
         return own(made) if any(builtins.map(operator.is_not, made, value)) else value
     if own is dict:
         by_key = {key: _map_only(kind, function, each, depth + 1) for key, each in value.items()}

@@ -93,4 +93,5 @@ class Turn:
                 self._depth = depth
                 if not depth:
                     self._holder = None
-                    self._condition.notify_all()
+                    if self._waiting:
+                        self._condition.notify_all()

@@ -17,6 +17,8 @@ import stratagem as sg
 from stratagem.processes.pipe import Wire
 
 _SMALL_BYTES = 2048
+_MOST_CALLS = 700
+_MOST_CALLS_FOR_A_CHILD = 75
 _LEEWAY = 32  # a longer range is summed and updated by a few calls more
 OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
@@ -38,8 +40,8 @@ class Counted:
             self.calls[f"{file.rpartition('/stratagem/')[2]}:{frame.f_code.co_name}"] += 1
 
 
-def count(monkeypatch: pytest.MonkeyPatch, num_layers: int, make_optimizer: Any) -> Counted:
-    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+def count(monkeypatch: pytest.MonkeyPatch, num_layers: int, make_optimizer: Any, size: int = 2) -> Counted:
+    with sg.MirroredStrategy([f"cpu:{number}" for number in range(size)]) as strategy:
         with strategy.scope():
             model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers)))
             optimizer = make_optimizer(model.parameters())
@@ -79,8 +81,8 @@ def count(monkeypatch: pytest.MonkeyPatch, num_layers: int, make_optimizer: Any)
 
 
 @pytest.fixture(autouse=True)
-def _two_devices() -> None:
-    sg.config.set_logical_device_configuration("cpu:0", [sg.config.LogicalDeviceConfiguration()] * 2)
+def _four_devices() -> None:
+    sg.config.set_logical_device_configuration("cpu:0", [sg.config.LogicalDeviceConfiguration()] * 4)
 
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
@@ -95,4 +97,14 @@ def test_a_steady_step_sends_one_small_message_and_does_nothing_for_each_tensor(
     more = {name: number - few.calls[name] for name, number in many.calls.items() if number > few.calls[name]}
     assert sum(more.values()) <= _LEEWAY, more
     assert "objects/captured.py:delivery" not in many.calls  # all that the function can reach is found as it was
-    assert many.calls.total() < 900
+    assert many.calls.total() < _MOST_CALLS
+
+
+def test_a_child_more_costs_its_rows_and_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    two, four = (count(monkeypatch, 20, OPTIMIZERS["momentum"], size) for size in (2, 4))
+    assert len(four.sent) == four.num_received == 3
+    assert max(four.sent) < _SMALL_BYTES
+    # What is the same for all children is packed once.
+    assert four.calls["engine/recipe.py:told"] == two.calls["engine/recipe.py:told"] == 1
+    assert four.calls["processes/packing.py:pack"] == two.calls["processes/packing.py:pack"] + 2
+    assert four.calls.total() - two.calls.total() < 2 * _MOST_CALLS_FOR_A_CHILD

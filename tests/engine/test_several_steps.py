@@ -28,10 +28,10 @@ def num_sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sent: list[int] = []
     original = ChildGroup.call
 
-    def call(self: Any, function: Any, parts: Any, *others: Any) -> Any:
+    def call(self: Any, function: Any, parts: Any, *others: Any, **options: Any) -> Any:
         if function is child_calls.run:
             sent.append(len(parts))
-        return original(self, function, parts, *others)
+        return original(self, function, parts, *others, **options)
 
     monkeypatch.setattr(ChildGroup, "call", call)
     return sent

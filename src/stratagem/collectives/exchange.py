@@ -176,16 +176,19 @@ class WindowExchange:
 
     def changed(self) -> list[int]:
         """The segments of the sum that this replica has changed, in whatever way."""
+        pages = self._total.written_pages()
+        if not len(pages):
+            return []
         return [
             number
-            for number in self.in_pages(self._total.written_pages())
+            for number in self.in_pages(pages)
             if not torch.equal(*(each[self._range(number)].view(torch.uint8) for each in (self.sum, self._sum)))
         ]
 
     def in_pages(self, pages: np.ndarray) -> list[int]:
         """The segments of which some element lies in any of these pages of the sum."""
         found = []
-        for number in range(len(self._segments)) if len(pages) else ():
+        for number in range(len(self._segments)):
             first, last = (each // PAGE_BYTES for each in self._bytes(number))
             if np.any((pages >= first) & (pages <= last)):
                 found.append(number)

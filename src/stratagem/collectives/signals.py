@@ -107,13 +107,17 @@ class Signals:
         self._num_looks = num_looks
         self._visit = 0
         self._num_meetings = 0
-        self._purpose = int(Purpose.EXCHANGE)  # a plain number: it is compared in every meeting
+        self._purposes = [int(Purpose.EXCHANGE)]  # plain numbers: the last is compared in every meeting
+        self._meetings = [_Meeting(self._purposes, purpose) for purpose in range(len(Purpose))]
         self.waited_s = 0.0
         start = region.shared(torch.uint8, 0, 1).data_ptr()
         self._semaphores = [
             [ctypes.c_void_p(start + (source * size + target) * _SEMAPHORE_BYTES) for target in range(size)]
             for source in range(size)
         ]
+        others = [other for other in range(size) if other != rank]
+        self._posted = [self._semaphores[rank][target] for target in others]
+        self._awaited = [(source, self._semaphores[source][rank]) for source in others]
         offset = size * size * _SEMAPHORE_BYTES
         self._aborted = region.shared(torch.int32, offset, 1)
         self._flags = region.shared(torch.int64, offset + 64, size * _NUM_FLAGS).view(size, _NUM_FLAGS).numpy()
@@ -137,9 +141,8 @@ class Signals:
     def abort(self) -> None:
         """Ends the waits of all others, now and until the next `reset`."""
         self._aborted_view[0] = 1
-        for target in range(self.size):
-            if target != self.rank:
-                _libc.sem_post(self._semaphores[self.rank][target])
+        for semaphore in self._posted:
+            _libc.sem_post(semaphore)
 
     @property
     def aborted(self) -> bool:
@@ -149,15 +152,11 @@ class Signals:
         """Begins a time in which all meet equally often; numbered alike everywhere."""
         self._visit = visit
         self._num_meetings = 0
+        del self._purposes[1:]
 
     def meeting_for(self, purpose: Purpose) -> contextlib.AbstractContextManager[None]:
         """A block whose meetings have a purpose."""
-        return _Meeting(self, purpose)
-
-    def change_purpose(self, purpose: int) -> int:
-        """Gives the next meetings a purpose; that of those before."""
-        before, self._purpose = self._purpose, purpose
-        return before
+        return self._meetings[purpose]
 
     def leave(self) -> None:
         """Ends it: whoever still waits for this replica now waits in vain."""
@@ -169,26 +168,28 @@ class Signals:
         Raises:
             MismatchError: They have come for different purposes.
         """
-        flag = _PURPOSE_FLAG + self._num_meetings % 2
+        flag, purpose = _PURPOSE_FLAG + self._num_meetings % 2, self._purposes[-1]
         self._num_meetings += 1
-        self._flags[self.rank, flag] = self._purpose
+        self._flags[self.rank, flag] = purpose
         self._meet()
-        if self.flags(flag).count(self._purpose) != self.size:
+        if self._flags[:, flag].tolist().count(purpose) != self.size:
             self._tell_apart()
 
     def _meet(self) -> None:
-        for target in range(self.size):
-            if target != self.rank:
-                _libc.sem_post(self._semaphores[self.rank][target])
-        for source in range(self.size):
-            if source != self.rank:
-                self._wait(source)
+        for semaphore in self._posted:
+            _libc.sem_post(semaphore)
+        for source, semaphore in self._awaited:
+            for _ in range(self._num_looks):
+                if _libc.sem_trywait(semaphore) == 0:
+                    break
+            else:
+                self._wait(source, semaphore)
         if self._aborted_view[0]:
             raise PeerAborted("another replica has failed")
 
     def _tell_apart(self) -> None:
         """Raises the error of a meeting to which replicas came for different purposes: all of them come here."""
-        self.put_note(Purpose(self._purpose).told())
+        self.put_note(Purpose(self._purposes[-1]).told())
         self._meet()
         told = self.notes()
         self._meet()  # nobody writes another note before all have read these
@@ -219,11 +220,7 @@ class Signals:
         """The texts of all replicas, as of the last barrier."""
         return [bytes(row[: int((row == 0).argmax())]).decode(errors="replace") for row in self._notes]
 
-    def _wait(self, source: int) -> None:
-        semaphore = self._semaphores[source][self.rank]
-        for _ in range(self._num_looks):
-            if _libc.sem_trywait(semaphore) == 0:
-                return
+    def _wait(self, source: int, semaphore: ctypes.c_void_p) -> None:
         start = time.monotonic()
         try:
             self._sleep(source, semaphore)
@@ -246,22 +243,27 @@ class Signals:
             if has_left:
                 raise CollectiveError(
                     f"replica {source} has finished this run while replica {self.rank} still waits for it "
-                    f"{Purpose(self._purpose).told()}; {_ADVICE}"
+                    f"{Purpose(self._purposes[-1]).told()}; {_ADVICE}"
                 )
             self.attend(clock.now_s(), [source])
 
 
 @final
 class _Meeting:
-    """The block of `Signals.meeting_for`; there are several in each step, and a generator would cost twice as much."""
+    """The block of `Signals.meeting_for`; there are several in each step, and a generator would cost more.
 
-    __slots__ = ("_before", "_purpose", "_signals")
+    Args:
+        purposes: Those of the blocks that its replica is in, the innermost last.
+        purpose: That of this one.
+    """
 
-    def __init__(self, signals: Signals, purpose: Purpose) -> None:
-        self._signals, self._purpose, self._before = signals, int(purpose), 0
+    __slots__ = ("_purpose", "_purposes")
+
+    def __init__(self, purposes: list[int], purpose: int) -> None:
+        self._purposes, self._purpose = purposes, purpose
 
     def __enter__(self) -> None:
-        self._before = self._signals.change_purpose(self._purpose)
+        self._purposes.append(self._purpose)
 
     def __exit__(self, *_: object) -> None:
-        self._signals.change_purpose(self._before)
+        self._purposes.pop()

@@ -18,7 +18,7 @@ from stratagem.collectives.reconnecting import Meet
 from stratagem.devices.device import LogicalDevice
 from stratagem.devices.inventory import Configuration, this_process
 from stratagem.engine.random_numbers import seed_of
-from stratagem.engine.recipe import Call, Recipe
+from stratagem.engine.recipe import Call, Recipe, Told
 from stratagem.engine.replica import Done, Replica
 from stratagem.engine.strategy_in_replica import StrategyInReplica
 from stratagem.objects import captured, per_replica, state_diff
@@ -151,13 +151,23 @@ def adopt_objects(key: int, objects: dict[int, Any]) -> None:
 
 def run(
     key: int,
-    call: Call,
-    function: Callable[..., Any],
-    arguments: StepArguments,
+    told: Told,
+    function: Callable[..., Any] | int,
     delivery: captured.Delivery | None,
     unwanted: Sequence[int],
+    *fields: Any,
 ) -> Answer:
-    """Runs the user's function as this child's replica; drops results that nobody asked for."""
+    """Runs the user's function as this child's replica; drops results that nobody asked for.
+
+    Args:
+        key: By which the strategy is known.
+        told: What there is to know of the call.
+        function: The function, or its name.
+        delivery: What it needs that this child does not have, or has otherwise.
+        unwanted: The numbers of such results.
+        fields: Those of its arguments.
+    """
+    call = Call.of(told)
     for number in unwanted:
         _results.values.pop(number, None)
     runtime = _joined[key]
@@ -166,16 +176,21 @@ def run(
     take_changes(call.changes)
     if call.seed is not None:
         seed_everything(seed_of(call.seed, runtime.global_rank))
+    own = this_child().registry.resolve(function) if isinstance(function, int) else function  # type: ignore[union-attr]
     with surrounded_by(call.surroundings) as placed:
-        done = runtime.run(call, function, arguments, lambda result: per_replica.pack_result(result, _results))
+        done = runtime.run(call, own, StepArguments(*fields), _packed_result)
     return Answer(runtime.unsettled, done, placed)
+
+
+def _packed_result(result: Any) -> Any:
+    return per_replica.pack_result(result, _results)
 
 
 @contextlib.contextmanager
 def surrounded_by(wanted: state_diff.Surroundings) -> Iterator[Sequence[PlacementRecord]]:
     """A block for a function of the program, as if where it was given; yields where its operations run, if asked."""
     listening = log_placement() if wanted.logs else contextlib.nullcontext()
-    with state_diff.surrounded_by(wanted), listening as log, scopes.recording():
+    with state_diff.surrounded_by(wanted), listening as log, scopes.recording:
         yield log.records if log is not None else ()
 
 

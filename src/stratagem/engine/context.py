@@ -427,14 +427,18 @@ def before_read(module: torch.nn.Module, *_: Any) -> None:
 _passes: list[list[ReplicaContext]] = []
 
 
-@contextlib.contextmanager
-def in_pass() -> Iterator[None]:
+@final
+class _InPass:
     """A block in which the threads of a backward pass, which are torch's on a GPU, are in the replica of this one."""
-    _passes.append(list(state.replicas))
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        _passes.append(list(state.replicas))
+
+    def __exit__(self, *_: object) -> None:
         _passes.pop()
+
+
+in_pass = _InPass()
 
 
 def _replicas_here() -> list[ReplicaContext]:

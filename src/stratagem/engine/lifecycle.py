@@ -12,7 +12,7 @@ import os
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, final
 
 import torch
@@ -201,17 +201,29 @@ class Driver(Receivers, ABC):
     def _give_up(self, cause: BaseException | None) -> None:
         """Tells those who wait that nothing more will come."""
 
-    @contextlib.contextmanager
-    def _or_end(self) -> Iterator[None]:
+    def _or_end(self) -> "_OrEnd":
         """A block after whose failure the processes cannot go on."""
-        try:
-            yield
-        except Fatal as fatal:
-            self.end(fatal.error)
-            raise fatal.error from None
-        except BaseException as error:
-            self.end(error)
-            raise
+        return _OrEnd(self)
+
+
+@final
+class _OrEnd:
+    """The block of `Driver._or_end`."""
+
+    __slots__ = ("_driver",)
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def __enter__(self) -> None:
+        """Nothing has to be done before."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, Fatal):
+            self._driver.end(error.error)
+            raise error.error from None
+        if error is not None:
+            self._driver.end(error)
 
 
 P = ParamSpec("P")

@@ -7,6 +7,8 @@ live is decided by `distribution`; strategies only choose how these parts are pu
 
 import contextlib
 import functools
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -151,7 +153,7 @@ class LocalReplicas(Driver):
         Returns:
             What came of each step; of the first of them where another machine has fewer for this call.
         """
-        with self.in_turn("strategy.run()", refusal=_ONE_ORDER if self._workers.size > 1 else ""), scopes.recording():
+        with self.in_turn("strategy.run()", refusal=_ONE_ORDER if self._workers.size > 1 else ""), scopes.recording:
             return self._run(function, arguments)
 
     def _run(self, function: Callable[..., Any], arguments: StepArguments) -> list[Any]:
@@ -187,21 +189,21 @@ class LocalReplicas(Driver):
                 with self.with_workers():
                     is_one_of_several = len(self._devices) > 1 or self._workers.size > 1
                     raise_first(error, failures, own.global_rank if is_one_of_several else None)
-            if own.unsettled or any(answer.unsettled for answer in answers):
+            if own.unsettled or any(map(_unsettled, answers)):
                 self._publish_written(own)
         try:
             self._num_alone = own.num_alone
             for rank, answer in enumerate(answers, start=own.global_rank + 1):
                 log.take_in(answer.placed, rank)
-            steps = zip(call.steps, counts_here, done, *(answer.done for answer in answers), strict=False)
+            steps = zip(call.steps, counts_here, done, *map(_done, answers), strict=False)
             joined = []
             for place, (step, counts, *everyones) in enumerate(steps):
                 arguments.under_way = place
                 self._judge(step, counts, everyones)
+                results = list(map(_result, everyones))
                 if counts is None and context.state.num_joint_values == num_joint_values:
-                    given = arguments.leaves()
-                    self._same_rows.note(given, [each.result for each in everyones], updated=everyones[0].updated)
-                joined.append(self._joined([each.result for each in everyones], counts))
+                    self._same_rows.note(arguments.leaves(), results, updated=everyones[0].updated)
+                joined.append(self._joined(results, counts))
             return joined
         except BaseException:
             self._forget_results(answers)
@@ -209,9 +211,9 @@ class LocalReplicas(Driver):
 
     def _judge(self, step: Step, counts_here: tuple[int, ...] | None, everyones: Sequence[Done]) -> None:
         """Says what the user must know of a step."""
-        skipped = dict.fromkeys(each for one in everyones for each in one.skipped)
+        skipped = dict.fromkeys(itertools.chain.from_iterable(map(_skipped, everyones)))
         self._nonfinite.judge(list(skipped), updated=everyones[0].updated, run_number=step.number)
-        self._stragglers.note([each.busy_s for each in everyones], counts_here)
+        self._stragglers.note(list(map(_busy_s, everyones)), counts_here)
 
     def _joined(self, results: Sequence[Any], counts_here: tuple[int, ...] | None) -> Any:
         # A result that waits in its replica keeps the strategy; the notice that nobody wants it does not.
@@ -333,22 +335,25 @@ class LocalReplicas(Driver):
         parts = [arguments.part(rank, sent=True) for rank in range(1, len(self._devices))]
         unwanted = self._unwanted[:]
         del self._unwanted[: len(unwanted)]
+        is_new = any(delivery[:2]) or bool(delivery.dropped)
+        name = None if is_new else self._captured.reference(function)
+        shared: tuple[Any, ...] = (
+            self.key,
+            call.told(),
+            function if name is None else name,
+            delivery if is_new else None,
+        )
+        own = [
+            (tuple([number for owner, number in unwanted if owner == rank]), *part.fields())
+            for rank, part in enumerate(parts, start=1)
+        ]
+        if name is None:
+            # What children are given now may be in arguments too: there it is the same object.
+            shared, own = (), [(*shared, *each) for each in own]
         try:
-            self._group.call(
-                child_calls.run,
-                [
-                    (
-                        *(self.key, call, function, part, delivery if any(delivery[:2]) or delivery.dropped else None),
-                        tuple([number for owner, number in unwanted if owner == rank]),
-                    )
-                    for rank, part in enumerate(parts, start=1)
-                ],
-                self._captured.referring(
-                    functools.partial(
-                        self.distribution.reference_in_run, given=functools.partial(_given, arguments, parts)
-                    )
-                ),
-            )
+            given = functools.partial(_given, arguments, parts)
+            reference = functools.partial(self.distribution.reference_in_run, given=given)
+            self._group.call(child_calls.run, own, self._captured.referring(reference), shared=shared)
         except BaseException as error:
             if any(each.calls for each in self._group.members.values()):  # some have it, or a half of it
                 self.end(error)
@@ -428,17 +433,12 @@ class LocalReplicas(Driver):
         if own.is_between_steps:
             error.add_note(losses.TORN)
 
-    @contextlib.contextmanager
-    def _ended_by_children(self, own: Replica) -> Iterator[None]:
+    def _ended_by_children(self, own: Replica) -> "_EndedByChildren":
         """A block in which the failure of a child ends the waits of all.
 
         The child cannot do it itself before it has begun to run, or where it shares no memory with the others.
         """
-        self._group.on_failure = lambda *_: self._abort(own)
-        try:
-            yield
-        finally:
-            self._group.on_failure = _nothing
+        return _EndedByChildren(self._group, lambda *_: self._abort(own))
 
     def _abort(self, own: Replica) -> None:
         """Ends the waits of all replicas in a run that has failed."""
@@ -459,6 +459,22 @@ class LocalReplicas(Driver):
             raise
 
 
+@final
+class _EndedByChildren:
+    """The block of `LocalReplicas._ended_by_children`."""
+
+    __slots__ = ("_group", "_on_failure")
+
+    def __init__(self, group: ChildGroup, on_failure: Callable[[GroupMember, PendingCall], None]) -> None:
+        self._group, self._on_failure = group, on_failure
+
+    def __enter__(self) -> None:
+        self._group.on_failure = self._on_failure
+
+    def __exit__(self, *_: object) -> None:
+        self._group.on_failure = _nothing
+
+
 def _given(arguments: StepArguments, parts: Sequence[StepArguments]) -> GivenTensors:
     """The tensors that are arguments of a call; those in its parts that are not in it are of batches."""
     everyones = {id(each) for part in parts for each in part.leaves() if isinstance(each, torch.Tensor)}
@@ -472,6 +488,8 @@ def _place_of(tensor: torch.Tensor, registry: Registry | None, device: LogicalDe
 
 
 _NOT_AT_ALL = contextlib.nullcontext()
+_unsettled, _done = operator.attrgetter("unsettled"), operator.attrgetter("done")  # of answers
+_result, _skipped, _busy_s = map(operator.attrgetter, ("result", "skipped", "busy_s"))  # of what came of steps
 _ONE_ORDER = "all workers must call run in the same order; call it in one thread"
 
 # Of all strategies: which replica this process is, is known for the process (the backward pass has threads of its own).

@@ -82,11 +82,12 @@ class Stragglers:
             busy_s: How long each replica computed, without its waits for others.
             counts: How many examples each replica had; those without any are not compared.
         """
-        ranks = [rank for rank in range(len(busy_s)) if counts is None or counts[rank]]
-        if len(ranks) < 2:
+        compared = {rank: each for rank, each in enumerate(busy_s) if counts is None or counts[rank]}
+        if len(compared) < 2:
             return
-        slowest = max(ranks, key=lambda rank: busy_s[rank])
-        others_s = statistics.median(busy_s[rank] for rank in ranks if rank != slowest)
+        slowest = max(compared, key=compared.__getitem__)
+        del compared[slowest]
+        others_s = statistics.median(compared.values())
         far = busy_s[slowest] > max(_SLOW_RATIO * others_s, others_s + _SLOW_LEAST_S)
         self._num_in_a_row = self._num_in_a_row + 1 if far and slowest == self._slowest else int(far)
         self._slowest = slowest

@@ -7,7 +7,7 @@ is what `run` sends; it has one `Step` for each pass over a batch.
 import dataclasses
 import enum
 import functools
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -15,7 +15,7 @@ from stratagem.collectives.exchange_dtype import travels_as
 from stratagem.engine.sync import SumGradients, SyncPlan
 from stratagem.errors import StrategyError
 from stratagem.objects import state_diff
-from stratagem.processes.packing import part_of_messages, plain_bytes, plain_values
+from stratagem.processes.packing import plain_bytes, plain_values
 from stratagem.variables.copies import Written
 
 _OPTIONS = {
@@ -117,7 +117,6 @@ class Step:
     sums: bool = True
 
 
-@part_of_messages
 @dataclasses.dataclass(frozen=True)
 class Call:
     """What a replica must know of one call of `strategy.run`, besides the function.
@@ -145,18 +144,22 @@ class Call:
         """That of its first step."""
         return self.steps[0].number
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # It travels in every run, and most often nothing was changed or written: what is plain travels as bytes.
+    def told(self) -> "Told":
+        """What a child is told of it: in every run, and most often nothing was changed or written."""
         steps = [(each.number, each.counts, each.sums) for each in self.steps]
         plain = steps, self.num_alone, self.num_skipped, self.seed, state_diff.flattened(self.surroundings)
-        rest = () if not self.changes and self.written == _NOTHING_WRITTEN else (self.changes, self.written)
-        return _rebuilt, (plain_bytes(plain), *rest)
+        return plain_bytes(plain), self.changes or None, None if self.written == _NOTHING_WRITTEN else self.written
 
+    @classmethod
+    def of(cls, told: "Told") -> "Call":
+        """The call, in a child."""
+        steps, num_alone, num_skipped, seed, surroundings = plain_values(told[0])
+        made = tuple([Step(*each) for each in steps])
+        written = told[2] or _NOTHING_WRITTEN
+        return cls(made, num_alone, num_skipped, seed, told[1] or {}, written, state_diff.restored(surroundings))
+
+
+Told: TypeAlias = tuple[bytes, state_diff.Snapshot | None, Written | None]
+"""A call on its way: what is plain of it as bytes, and what was changed and written, if anything was."""
 
 _NOTHING_WRITTEN = Written()
-
-
-def _rebuilt(plain: bytes, changes: state_diff.Snapshot | None = None, written: Written = _NOTHING_WRITTEN) -> Call:
-    steps, num_alone, num_skipped, seed, surroundings = plain_values(plain)
-    made = tuple(Step(*each) for each in steps)
-    return Call(made, num_alone, num_skipped, seed, changes or {}, written, state_diff.restored(surroundings))

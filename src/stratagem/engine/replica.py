@@ -99,6 +99,8 @@ class Replica:
         self.rank = rank
         self._strategy = weakref.ref(strategy)  # it ends with the program's last use of it, not with this one
         self.recipe = recipe
+        self.global_rank = recipe.first + rank  # which replica this is, among those of all machines
+        self._here = slice(recipe.first, recipe.first + recipe.size)
         self.all_counts: tuple[int, ...] | None  # how many examples replicas of all machines have, if that is known
         self.all_counted: list[bool]  # which of them have any, so that their gradients count
         self._begin_step(None)
@@ -209,7 +211,7 @@ class Replica:
             own: Any = held()
             refuse_inside_another(own)
             _torch.mark_stepped(own)
-            with self.signals.meeting_for(Purpose.UPDATE), scopes.recording():
+            with self.signals.meeting_for(Purpose.UPDATE), scopes.recording:
                 if update is not None:
                     return update.step(closure)
                 if closure is not None:
@@ -250,23 +252,18 @@ class Replica:
 
     # A run
 
-    @property
-    def global_rank(self) -> int:
-        """Which replica this is, among those of all machines."""
-        return self.recipe.first + self.rank
-
     def _begin_step(self, step: Step | None) -> None:
         """Takes a step as the one that is under way; `None` outside of runs."""
         self._step, counts = step, step.counts if step else None
         if counts is not None and not self.meets:
-            counts = self.recipe.counts_alone(counts[self.recipe.first : self.recipe.first + self.recipe.size])
+            counts = self.recipe.counts_alone(counts[self._here])
         self.all_counts = counts
         self.all_counted = [True] * self.recipe.total if counts is None else [count > 0 for count in counts]
 
     @property
     def counted(self) -> list[bool]:
         """The same for those of this machine."""
-        return self.all_counted[self.recipe.first : self.recipe.first + self.recipe.size]
+        return self.all_counted[self._here]
 
     @property
     def has_examples(self) -> bool:
@@ -463,7 +460,7 @@ class Replica:
             syncing = self.sync.begin_pass(syncing=self._syncing, graph=graph)
             self._depth += 1
             try:
-                with context.in_pass():
+                with context.in_pass:
                     original(*self._scaled(tensors, grad_tensors), *args, **kwargs)
             except BaseException:
                 self.sync.abandon_pass()
@@ -580,27 +577,31 @@ class Replica:
         """Whether an update of the step was left out because of gradients that are not finite."""
         return bool(self._skipped)
 
-    @contextlib.contextmanager
-    def split_update(self, parameters: Iterable[torch.Tensor], *, checked: bool = False) -> Iterator[bool]:
+    def split_update(self, parameters: Iterable[torch.Tensor], *, checked: bool = False) -> "_SplitBlock":
         """Around an update of which each replica does its own part, seen by all afterwards.
 
         Args:
             parameters: All that are updated.
             checked: Whether their gradients are known to be finite.
-        Yields:
-            Whether to update.
+        Returns:
+            A block, which gives whether to update.
         """
-        with self.signals.meeting_for(Purpose.UPDATE):
-            parameters = list(parameters)
-            flag = self._tell_unsummed(not self.copies.ledger.are_summed(parameters))
-            has_met = self.copies.publish_written()
-            if not has_met and self.recipe.sync.sums_gradients:
-                self.signals.barrier()
-            may_update = self._judge_update(parameters, flag, checked=checked)
-            self.signals.put_flag(_UPDATING_FLAG, int(may_update))
-            yield may_update
+        return _SplitBlock(self, parameters, checked)
+
+    def begin_split(self, parameters: list[torch.Tensor], *, checked: bool) -> bool:
+        """Waits until all replicas have come to an update; whether to make it."""
+        flag = self._tell_unsummed(not self.copies.ledger.are_summed(parameters))
+        has_met = self.copies.publish_written()
+        if not has_met and self.recipe.sync.sums_gradients:
             self.signals.barrier()
-            self.signals.put_flag(_UPDATING_FLAG, 0)
+        may_update = self._judge_update(parameters, flag, checked=checked)
+        self.signals.put_flag(_UPDATING_FLAG, int(may_update))
+        return may_update
+
+    def end_split(self) -> None:
+        """Waits until all have made their parts of an update."""
+        self.signals.barrier()
+        self.signals.put_flag(_UPDATING_FLAG, 0)
 
     @property
     def is_between_steps(self) -> bool:
@@ -630,6 +631,32 @@ class Replica:
     def share_from_first(self, parameters: Sequence[torch.Tensor]) -> None:
         """Gives all replicas what replica 0 alone has written to parameters; every one must come here."""
         self.copies.share_from_first(parameters)
+
+
+@final
+class _SplitBlock:
+    """The block of `Replica.split_update`."""
+
+    __slots__ = ("_checked", "_meeting", "_replica", "_updated")
+
+    def __init__(self, replica: Replica, parameters: Iterable[torch.Tensor], checked: bool) -> None:
+        self._replica, self._updated, self._checked = replica, parameters, checked
+        self._meeting = replica.signals.meeting_for(Purpose.UPDATE)
+
+    def __enter__(self) -> bool:
+        self._meeting.__enter__()
+        try:
+            return self._replica.begin_split(list(self._updated), checked=self._checked)
+        except BaseException:
+            self._meeting.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._replica.end_split()
+        finally:
+            self._meeting.__exit__(None, None, None)
 
 
 def _listed(tensors: Any) -> tuple[Any, ...]:

@@ -557,15 +557,21 @@ def _can_change(value: Any) -> bool:
 
 def _follow_arguments(value: Any, todo: list[Any], generators: list[torch.Generator]) -> None:
     """Finds what of a function and its arguments is followed: of values of single replicas only their generators."""
-    if isinstance(value, PerReplica):
-        generators += [own for own in value.held if isinstance(own, torch.Generator)]
-    elif type(value) in FIXED or isinstance(value, _OF_ONE_REPLICA):
-        return
-    elif type(value) is tuple or any(isinstance(each, _OF_ONE_REPLICA) for each in _tree.leaves(value)):
-        for each in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
-            _follow_arguments(each, todo, generators)
-    else:
-        todo.append(value)
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, PerReplica):
+            own = [part for part in each.held if not isinstance(part, torch.Tensor)]  # as most are: quicker to tell
+            generators += [part for part in own if isinstance(part, torch.Generator)]
+        elif type(each) in FIXED or isinstance(each, _OF_ONE_REPLICA):
+            continue
+        elif type(each) is tuple:
+            left += reversed(each)
+        elif any(isinstance(leaf, _OF_ONE_REPLICA) for leaf in _tree.leaves(each)):
+            parts = each.values() if isinstance(each, dict) else each if isinstance(each, tuple | list) else ()
+            left += reversed(list(parts))
+        else:
+            todo.append(each)
 
 
 _OF_ONE_REPLICA = (PerReplica, Deferred, Raw)

@@ -95,7 +95,7 @@ class PerReplica:
     @property
     def held(self) -> tuple[Any, ...]:
         """The values that are here, without waiting for others."""
-        return tuple(each for each in self._values if not isinstance(each, _Later))
+        return tuple([each for each in self._values if not isinstance(each, _Later)])
 
     def part(self, replica: int) -> Any:
         """What one replica is given: its value, or what it makes its value of."""
@@ -232,8 +232,9 @@ def join_results(
         in_turn: A block in which one thread at a time fetches.
     """
     flat = [_tree.flatten(result) for result in results]
+    form = flat[0][1]
     for rank, (_, structure) in enumerate(flat):
-        if structure != flat[0][1]:
+        if structure is not form and structure != form:
             raise StrategyError(
                 f"replica 0 returned {_outline(results[0])}, replica {rank} returned {_outline(results[rank])}; "
                 f"return the same structure in every replica"
@@ -246,8 +247,8 @@ def join_results(
         held = [later(rank, value.number) if isinstance(value, Remote) else value for rank, value in enumerate(values)]
         return PerReplica(held, counts)
 
-    leaves = [leaf(values) for values in zip(*(leaves for leaves, _ in flat), strict=True)]
-    return _tree.unflatten(leaves, flat[0][1])
+    leaves = list(map(leaf, zip(*[leaves for leaves, _ in flat], strict=True)))
+    return _tree.unflatten(leaves, form)
 
 
 def select(value: Any, replica: int, *, sent: bool = False) -> Any:
@@ -481,10 +482,10 @@ def _is_held_elsewhere(value: torch.Tensor) -> bool:
 
 def _is_ordinary(value: torch.Tensor) -> bool:
     """Whether dtype, shape and bytes are all that there is to a tensor."""
-    if type(value) is not torch.Tensor or not _is_plain(value) or value.device.type != "cpu":
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or not value.is_cpu:
         return False
     return value.is_contiguous() and not (
-        value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg()
+        value.requires_grad or value.is_nested or value.is_quantized or value.is_conj() or value.is_neg()
     )
 
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -220,9 +220,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@contextlib.contextmanager
-def surrounded_by(wanted: Surroundings) -> Iterator[None]:
-    """Inside the block, this process is set as another was; what holds for the whole process stays so."""
+def surrounded_by(wanted: Surroundings) -> contextlib.AbstractContextManager[Any]:
+    """Sets this process as another was: until the block ends, or for good what holds for the whole process."""
     now = surroundings()
     if now.dtype != wanted.dtype:
         torch.set_default_dtype(wanted.dtype)
@@ -244,7 +243,7 @@ def surrounded_by(wanted: Surroundings) -> Iterator[None]:
             put_back.enter_context(torch.set_grad_enabled(wanted.grad))
         for kind, dtype in wanted.autocast:
             put_back.enter_context(torch.autocast(kind, dtype, cache_enabled=wanted.autocast_cache))
-        yield
+        return put_back.pop_all()
 
 
 def _folder() -> str | None:

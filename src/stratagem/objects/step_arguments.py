@@ -9,7 +9,6 @@ from typing import Any, final
 from stratagem import _tree
 from stratagem.errors import StrategyError
 from stratagem.objects import per_replica
-from stratagem.processes.packing import part_of_messages
 
 _ONE_STEP = ((),)  # without batches of its own
 
@@ -29,7 +28,6 @@ class NextBatch:
         self.place = place
 
 
-@part_of_messages
 @final
 class StepArguments:
     """The arguments of a function that one call runs for some steps.
@@ -85,5 +83,6 @@ class StepArguments:
             self._leaves = _tree.leaves(self.args if plain else (self.args, self.kwargs, self.batches))
         return self._leaves
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StepArguments, (self.args, self.kwargs or None, self.batches)
+    def fields(self) -> tuple[Any, ...]:
+        """What others are made of that are the same, in another process."""
+        return self.args, self.kwargs or None, self.batches

@@ -6,7 +6,7 @@ limit that the kernel does not hold, what is at home is counted; elsewhere this 
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, final
 
 import torch
 
@@ -17,8 +17,9 @@ from stratagem.placement import presence, residence, scopes
 from stratagem.placement.residence import Home, Tenant
 
 
-@contextlib.contextmanager
-def at_home(device: LogicalDevice, tenant: Tenant, replica: int | None = None) -> Iterator[None]:
+def at_home(
+    device: LogicalDevice, tenant: Tenant, replica: int | None = None
+) -> contextlib.AbstractContextManager[None]:
     """For the time of a block, in the main program: it has other memory too, so that what is the device's is counted.
 
     Args:
@@ -27,15 +28,38 @@ def at_home(device: LogicalDevice, tenant: Tenant, replica: int | None = None) -
         replica: As which replica.
     """
     on_host = device.torch_device.type == "cpu"
-    before = residence.move_home(Home(device, replica, counts=device.is_limit_given and on_host, tenant=tenant))
-    try:
-        presence.update()
-        with contextlib.nullcontext() if on_host else serving.limited_accelerator(device):
-            yield
-    finally:
+    block = _AtHome(Home(device, replica, counts=device.is_limit_given and on_host, tenant=tenant))
+    return block if on_host else _limited(block, device)
+
+
+@contextlib.contextmanager
+def _limited(block: "_AtHome", device: LogicalDevice) -> Iterator[None]:
+    with block, serving.limited_accelerator(device):
+        yield
+
+
+@final
+class _AtHome:
+    """The block of `at_home`."""
+
+    __slots__ = ("_before", "_home")
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+
+    def __enter__(self) -> None:
+        self._before = residence.move_home(self._home)
+        try:
+            presence.update()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        device = self._home.device
         if (place := residence.counting_home()) is not None:
             usage.count(device.name, device.memory_limit_bytes, place.used_bytes, place.peak_bytes)
-        residence.move_home(before)
+        residence.move_home(self._before)
         presence.update()
 
 
@@ -60,13 +84,13 @@ def let_follow(follow: Follow) -> None:
 
 def _in_replica() -> contextlib.AbstractContextManager[None]:
     """A replica is in none of the scopes of the program, and libraries compute on its device."""
-    return _apart() if _followers or scopes.state.open else scopes.placing()
+    return _apart() if _followers or scopes.state.open else scopes.placing
 
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
     with contextlib.ExitStack() as entered:
-        entered.enter_context(scopes.placing())
+        entered.enter_context(scopes.placing)
         if residence.replica() is not None:
             entered.enter_context(scopes.outside())
         if _followers and (home := residence.home_here()) is not None:

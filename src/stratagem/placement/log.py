@@ -205,7 +205,7 @@ class PlacementLog:
 
 def listening() -> list[PlacementLog]:
     """The logs that take records at this moment."""
-    return [each for each in collectors if isinstance(each, PlacementLog)]
+    return [each for each in collectors if isinstance(each, PlacementLog)] if collectors else []
 
 
 def take_in(records: Sequence[PlacementRecord], replica: int) -> None:
@@ -263,7 +263,7 @@ def set_printing(enabled: bool, *, mapping: bool = True) -> None:
 
 def is_printing() -> bool:
     """Whether lines are printed."""
-    return any(isinstance(each, _Printer) for each in collectors)
+    return bool(collectors) and any(isinstance(each, _Printer) for each in collectors)
 
 
 def line_of(name: str, full_device_name: str) -> str:

@@ -10,8 +10,9 @@ import ctypes
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import final
 
 import torch
 
@@ -20,22 +21,34 @@ from stratagem.devices.device import LogicalDevice
 _PAUSE_SOFT = 1  # of OpenMP 5: threads end, settings stay
 
 
-@contextlib.contextmanager
-def pinned(device: LogicalDevice) -> Iterator[None]:
+def pinned(device: LogicalDevice) -> contextlib.AbstractContextManager[None]:
     """Computes on the cores of a device, with its number of threads."""
-    if not device.cores:
-        yield
-        return
-    cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
-    try:
+    return _Pinned(device) if device.cores else contextlib.nullcontext()
+
+
+@final
+class _Pinned:
+    """The block of `pinned`."""
+
+    __slots__ = ("_cores", "_device", "_num_threads")
+
+    def __init__(self, device: LogicalDevice) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._cores, self._num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+        try:
+            _dismiss_threads()
+            os.sched_setaffinity(0, self._device.cores)
+            torch.set_num_threads(self._device.num_threads or 1)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
         _dismiss_threads()
-        os.sched_setaffinity(0, device.cores)
-        torch.set_num_threads(device.num_threads or 1)
-        yield
-    finally:
-        _dismiss_threads()
-        torch.set_num_threads(num_threads)
-        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(self._num_threads)
+        os.sched_setaffinity(0, self._cores)
 
 
 def _dismiss_threads() -> None:

@@ -68,7 +68,7 @@ def serve(wire: Pipe, registry: Registry) -> None:
     while True:
         number += 1  # both ends count, so that an answer to an earlier call is known as such
         try:
-            function, arguments = wire.receive()
+            function, *arguments = wire.receive()
             _integrations.serve()
         except (EOFError, ConnectionResetError):
             return
@@ -78,7 +78,7 @@ def serve(wire: Pipe, registry: Registry) -> None:
         _answer(wire, number, function, arguments)
 
 
-def _answer(wire: Pipe, number: int, function: Any, arguments: tuple[Any, ...]) -> None:
+def _answer(wire: Pipe, number: int, function: Any, arguments: list[Any]) -> None:
     try:
         answer = (DONE, number, function(*arguments))
     except BaseException as error:  # SystemExit in a replica must not end it silently

@@ -196,7 +196,10 @@ class ChildGroup:
             arguments: Its arguments.
             reference: How objects are named on the way, if not by the registry alone; may refuse some.
         """
-        return pack_for(f"the {self._noun}s", (function, arguments), reference or self._registry.reference)
+        return self._packed((function, *arguments), reference)
+
+    def _packed(self, message: tuple[Any, ...], reference: Callable[[Any], Any] | None) -> Packed:
+        return pack_for(f"the {self._noun}s", message, reference or self._registry.reference)
 
     def submit(self, member: GroupMember, packed: Packed, call: PendingCall) -> bool:
         """Sends a call, without waiting for its answer; whether it was taken.
@@ -254,8 +257,10 @@ class ChildGroup:
             self._show(member, *content)
             return
         number, outcome = content
-        call = next((each for each in member.calls if each.number == number), None)
-        if call is None:
+        for call in member.calls:
+            if call.number == number:
+                break
+        else:
             return  # it was given up
         member.calls.remove(call)
         if kind == DONE:
@@ -276,6 +281,8 @@ class ChildGroup:
         function: Callable[..., Any],
         arguments: Sequence[tuple[Any, ...]],
         reference: Callable[[Any], Any] | None = None,
+        *,
+        shared: tuple[Any, ...] = (),
     ) -> None:
         """Sends each member its call; `collect` brings the answers.
 
@@ -283,9 +290,12 @@ class ChildGroup:
             function: A function of the library.
             arguments: For each member its own.
             reference: How objects are named on the way, if not by the registry alone; may refuse some.
+            shared: Arguments before these that are the same for all, and packed once: what is in them as well as in
+                those of one member is there twice.
         """
         # All are packed before any is sent: what cannot be sent is an error before anything runs.
-        packed = [self.pack(function, own, reference) for own in arguments]
+        first = self.pack(function, shared, reference)
+        packed = [first.followed_by(self._packed(own, reference)) for own in arguments]
         # The last first: one that shares this process' core comes after those that can begin beside it.
         for member, message in reversed(list(zip(self.members.values(), packed, strict=True))):
             self._submit_alone(member, message)
@@ -320,10 +330,10 @@ class ChildGroup:
             elif now_s - last_message_s > self._patience_s(busy, closing=closing):
                 self._report_stall(busy)
             self.reap()
-        calls = [member.last_call for member in self.members.values()]
-        answers = [call.answer for call in calls]
-        for call in calls:
-            call.answer = None  # it is the caller's now, to keep or to drop
+        answers = []
+        for member in self.members.values():
+            answers.append(member.last_call.answer)
+            member.last_call.answer = None  # it is the caller's now, to keep or to drop
         return answers
 
     def failures(self, besides: type[BaseException] | None = None) -> list[PendingCall]:
@@ -333,8 +343,11 @@ class ChildGroup:
             besides: The error of members that only ended because another failed.
         """
         calls = [member.last_call for member in self.members.values()]
-        failed = [(call, call.failure[0]) for call in calls if call.failure is not None]
-        return [call for call, error in failed if besides is None or not isinstance(error, besides)]
+        return [
+            call
+            for call in calls
+            if call.failure is not None and (besides is None or not isinstance(call.failure[0], besides))
+        ]
 
     def watch(self, waited_s: float, missing: Sequence[int]) -> None:
         """Takes in messages while this process waits for members, and makes sure that they still live.

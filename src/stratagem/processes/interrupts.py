@@ -2,10 +2,8 @@
 
 # Not `signal`, which makes enums of all that it is given and gives, in every run.
 import _signal  # type: ignore[import-not-found]
-import contextlib
 import signal
 import threading
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final, final
 
@@ -38,15 +36,19 @@ class Interrupts:
         self._has_ended = True
         self._deliver()  # also in the place of another error: it is what the user wants
 
-    @contextlib.contextmanager
-    def allowed(self) -> Iterator[None]:
+    def allowed(self) -> "_Allowed":
         """A part of the block in which it takes effect at once."""
-        self._is_allowed = True
+        return _Allowed(self)
+
+    def allow(self, is_allowed: bool) -> None:
+        """Begins or ends such a part."""
+        self._is_allowed = is_allowed
         try:
-            self._deliver()
-            yield
-        finally:
+            if is_allowed and self._held:
+                self._deliver()
+        except BaseException:
             self._is_allowed = False
+            raise
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self._is_allowed or self._has_ended:  # a step may have kept this handler, and set it again later
@@ -58,3 +60,19 @@ class Interrupts:
         if self._held:
             frame, self._held = self._held[0], []
             self._before(signal.SIGINT, frame)
+
+
+@final
+class _Allowed:
+    """The block of `Interrupts.allowed`."""
+
+    __slots__ = ("_interrupts",)
+
+    def __init__(self, interrupts: Interrupts) -> None:
+        self._interrupts = interrupts
+
+    def __enter__(self) -> None:
+        self._interrupts.allow(True)
+
+    def __exit__(self, *_: object) -> None:
+        self._interrupts.allow(False)

@@ -5,14 +5,12 @@ passes through a stream that does the same, for the thread that runs it and as l
 again in their place (progress bars) are as wide as the terminal, and are left alone.
 """
 
-import contextlib
 import dataclasses
 import io
 import re
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any, Final, TextIO, final
 
 _SEQUENCES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -35,26 +33,32 @@ class _LinesOfThread(threading.local):
 _lines = _LinesOfThread()
 
 
-def plain(stream: TextIO | None) -> Any:
+def plain(stream: Any) -> Any:
     """A stream of this process without the numbers of replica 0."""
-    return stream.stream if isinstance(stream, _NumberedStream) else stream
+    return stream.stream if type(stream) is _NumberedStream else stream
 
 
-@contextlib.contextmanager
-def numbered(number: int) -> Iterator[None]:
+@final
+class numbered:  # noqa: N801  # a block, like a function that makes one; it is entered in every run
     """What this thread prints in the block has the number of a replica."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = own = _over(sys.stdout), _over(sys.stderr)
-    outer, _lines.ahead = _lines.ahead, label("replica", number)
-    try:
-        yield
-    finally:
-        _lines.ahead = outer
+
+    __slots__ = ("_before", "_label", "_outer", "_own")
+
+    def __init__(self, number: int) -> None:
+        self._label = label("replica", number)
+
+    def __enter__(self) -> None:
+        self._before = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = self._own = _over(sys.stdout), _over(sys.stderr)
+        self._outer, _lines.ahead = _lines.ahead, self._label
+
+    def __exit__(self, *_: object) -> None:
+        _lines.ahead = self._outer
         # Code in the block may have put another stream in its place.
-        if sys.stdout is own[0]:
-            sys.stdout = before[0]
-        if sys.stderr is own[1]:
-            sys.stderr = before[1]
+        if sys.stdout is self._own[0]:
+            sys.stdout = self._before[0]
+        if sys.stderr is self._own[1]:
+            sys.stderr = self._before[1]
 
 
 @dataclasses.dataclass

@@ -50,16 +50,11 @@ class Raw:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
-    def reduced(self, beside: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """The function that makes the tensor anew, and its arguments.
-
-        Args:
-            beside: Makes bytes travel beside the message, not in it.
-        """
+    def __reduce__(self) -> tuple[Any, ...]:
         tensor = self.tensor
         # As a flat row, whatever steps axes of length 1 have.
         content: Any = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
-        data = content.tobytes() if len(content) <= _TINY_BYTES else beside(content)
+        data = content.tobytes() if len(content) <= _TINY_BYTES else pickle.PickleBuffer(content)
         return _from_bytes, (_form(tensor.dtype, tensor.shape), data)
 
 
@@ -97,11 +92,18 @@ class Packed:
         self.buffers = buffers
         self.regions = regions
 
+    def followed_by(self, rest: "Packed") -> "Packed":
+        """A tuple and the rest of it as one message; one of them may have shared memory."""
+        return Packed(self.data + rest.data, [*self.buffers, *rest.buffers], self.regions or rest.regions)
+
 
 def pack(message: object, reference: Callable[[Any], Any] = lambda _: None) -> Packed:
     """Turns an object into bytes. Raises what pickle raises, naming what cannot be sent."""
-    file = io.BytesIO()
     buffers: list[memoryview] = []
+    if _is_plain(message, reference):
+        data = pickle.dumps(message, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
+        return Packed(data, buffers, [])
+    file = io.BytesIO()
     pickler = _Pickler(file, reference, buffers)
     pickler.dump(message)
     pickler.cut_storages()
@@ -125,7 +127,33 @@ def unpack(
         descriptors: Of the shared memory that came with it, if descriptors can be handed over at all.
         keeps_classes: Whether classes that this side has stay as they are.
     """
-    return _Unpickler(data, list(buffers), list(descriptors), resolve, keeps_classes).load()
+    file, left = io.BytesIO(data), iter(buffers)
+    message = _Unpickler(file, left, descriptors, resolve, keeps_classes).load()
+    if file.tell() == len(data):
+        return message
+    return *message, *_Unpickler(file, left, descriptors, resolve, keeps_classes).load()
+
+
+def _is_plain(message: object, reference: Callable[[Any], Any]) -> bool:
+    """Whether a message is made of parts that never have a name on the way, and of lists and dicts without one.
+
+    Then nothing has to be asked for each of its parts on the way. What is long is not looked through.
+    """
+    left = [message]
+    for _ in range(_MOST_PLAIN):
+        if not left:
+            return True
+        each: Any = left.pop()
+        kind = type(each)
+        if kind in _TUPLES:
+            left += each
+        elif kind is list or kind is dict:
+            if reference(each) is not None:
+                return False
+            left += each if kind is list else [*each, *each.values()]
+        elif kind not in _PLAIN and not (kind is FunctionType and each in _own_functions):
+            return False
+    return False
 
 
 def plain_bytes(values: Any) -> bytes:
@@ -159,8 +187,12 @@ def survives(error: BaseException) -> bool:
 # How objects of other libraries travel: given an object, what pickle's `__reduce__` returns, or `NotImplemented`.
 reducers: list[Callable[[Any], Any]] = [_torch.reduce_compiled, _torch.reduce_parametrized]
 
-_NEVER_NAMED: set[type] = {int, float, bool, str, bytes, type(None), tuple, Raw}
-_REDUCED: set[type] = set()
+_PLAIN: set[type] = {int, float, bool, str, bytes, type(None), Raw}
+_TUPLES: set[type] = {tuple}
+_MOST_PLAIN = 64
+_NEVER_NAMED: set[type] = {*_PLAIN, *_TUPLES}
+_REDUCED: set[type] = {Raw}
+_own_functions: set[FunctionType] = set()  # that have travelled, by their names
 
 _T = TypeVar("_T", bound=type)
 
@@ -169,6 +201,8 @@ def part_of_messages(kind: _T) -> _T:
     """Marks a class of the library: its objects travel as their `__reduce__` says, and nothing else is asked."""
     _NEVER_NAMED.add(kind)
     _REDUCED.add(kind)
+    if issubclass(kind, tuple):
+        _TUPLES.add(kind)
     return kind
 
 
@@ -187,7 +221,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
 
     def persistent_id(self, obj: Any) -> Any:
         kind = type(obj)
-        if kind in _NEVER_NAMED or ((kind is FunctionType or kind is type) and _is_ours(obj)):
+        if kind in _NEVER_NAMED or (kind is FunctionType and obj in _own_functions):
+            return None
+        if (kind is FunctionType or kind is type) and _is_ours(obj):
             return None
         if kind is Region:
             number = next((each for each, known in enumerate(self.regions) if known is obj), len(self.regions))
@@ -197,10 +233,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
         return self._reference(obj)
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Raw:
-            return obj.reduced(pickle.PickleBuffer)
-        if type(obj) in _REDUCED or (isinstance(obj, FunctionType | type) and _is_ours(obj)):
-            return NotImplemented  # its own way; a name is enough
+        kind = type(obj)
+        if kind in _REDUCED:
+            return obj.__reduce_ex__(5)
+        if (kind is FunctionType and obj in _own_functions) or (isinstance(obj, FunctionType | type) and _is_ours(obj)):
+            return NotImplemented  # a name is enough
         if isinstance(obj, torch.Tensor):
             return self._reduce_tensor(obj)
         if isinstance(obj, torch.optim.Optimizer):
@@ -284,13 +321,13 @@ _found: dict[tuple[str, str], Any] = {}  # what messages name of the library, wh
 class _Unpickler(pickle.Unpickler):
     def __init__(
         self,
-        data: bytes | bytearray | memoryview,
-        buffers: list[memoryview | bytearray],
-        descriptors: list[int],
+        file: io.BytesIO,
+        buffers: Iterator[memoryview | bytearray],
+        descriptors: Sequence[int],
         resolve: Callable[[Any], Any] | None,
         keeps_classes: bool,
     ) -> None:
-        super().__init__(io.BytesIO(data), buffers=buffers)
+        super().__init__(file, buffers=buffers)
         self._descriptors = descriptors
         self._regions: dict[int, Region] = {}
         self._resolve = resolve
@@ -428,7 +465,10 @@ def travels_by_value(obj: Any) -> bool:
 
 def _is_ours(obj: Any) -> bool:
     """Whether a function or class is one of stratagem's own, found by its name."""
-    return (obj.__module__ or "").startswith("stratagem.") and "<" not in obj.__qualname__
+    is_ours = (obj.__module__ or "").startswith("stratagem.") and "<" not in obj.__qualname__
+    if is_ours and type(obj) is FunctionType:
+        _own_functions.add(obj)
+    return is_ours
 
 
 def _send_by_value_if_users(name: str | None) -> None:

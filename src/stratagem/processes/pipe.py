@@ -20,6 +20,7 @@ _HEAD = struct.Struct("<QIQ")  # length of the packed object, number of buffers,
 _LENGTH = struct.Struct("<Q")
 _LARGE_BYTES = 64 * 1024
 _MAX_DESCRIPTORS = 253  # as many as the kernel lets one message carry
+_ROOM_FOR_DESCRIPTORS = socket.CMSG_LEN(_MAX_DESCRIPTORS * array.array("i").itemsize)
 _MAX_PIECES = 512  # likewise: pieces of memory in one call; it allows twice as many
 
 
@@ -76,9 +77,10 @@ class Wire:
 
     def receive(self) -> Any:
         """Waits for the next object. Raises `EOFError` when the other side is gone."""
-        first, descriptors, _, _ = socket.recv_fds(self._socket, _HEAD.size, _MAX_DESCRIPTORS)
+        first, carried, _, _ = self._socket.recvmsg(_HEAD.size, _ROOM_FOR_DESCRIPTORS)
         if not first:
             raise EOFError("the other end of the pipe is closed")
+        descriptors = _descriptors_in(carried) if carried else []
         if len(first) < _HEAD.size:
             first += self._read(_HEAD.size - len(first))
         num_packed, num_buffers, num_shared_bytes = _HEAD.unpack(first)
@@ -114,21 +116,39 @@ class Wire:
         carried = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         while pieces:
             sent = self._socket.sendmsg(pieces[:_MAX_PIECES], carried)
+            if sent == sum(map(len, pieces)):
+                return  # as most are
             pieces, carried = _after(pieces, sent), []
 
     def _read(self, num_bytes: int) -> bytearray:
-        return self._read_each([num_bytes])[0]
+        made = bytearray(num_bytes)
+        room = memoryview(made)
+        while room:
+            room = room[self._read_into([room]) :]
+        return made
 
     def _read_each(self, lengths: list[int]) -> list[bytearray]:
         """The next bytes, in pieces of these lengths."""
         made = [bytearray(length) for length in lengths]
         rooms = [memoryview(each) for each in made if each]
         while rooms:
-            received = self._socket.recvmsg_into(rooms[:_MAX_PIECES])[0]
-            if not received:
-                raise EOFError("the other end of the pipe closed in the middle of a message")
-            rooms = _after(rooms, received)
+            rooms = _after(rooms, self._read_into(rooms[:_MAX_PIECES]))
         return made
+
+    def _read_into(self, rooms: list[memoryview]) -> int:
+        received = self._socket.recvmsg_into(rooms)[0]
+        if not received:
+            raise EOFError("the other end of the pipe closed in the middle of a message")
+        return received
+
+
+def _descriptors_in(carried: list[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors that came with a message."""
+    found = array.array("i")
+    for level, kind, data in carried:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return list(found)
 
 
 def _after(pieces: list[memoryview], num_bytes: int) -> list[memoryview]:

@@ -14,8 +14,9 @@ import contextlib
 import functools
 import mmap
 import os
-import resource
 from collections.abc import Iterable
+from resource import RUSAGE_SELF as _OWN_FAULTS
+from resource import getrusage
 from typing import Final, final
 
 import numpy as np
@@ -91,7 +92,8 @@ class Region:
     def written_pages(self) -> np.ndarray:
         """The pages that this process has written through private views, and so has of its own."""
         # To get a page of its own a process has a page fault: without any since there was none, there is none.
-        num_faults = _num_faults() if _are_faults_counted() else _NOT_CLEAN
+        used = getrusage(_OWN_FAULTS) if _are_faults_counted() else None
+        num_faults = _NOT_CLEAN if used is None else used.ru_minflt + used.ru_majflt
         if num_faults == self._num_faults_when_clean != _NOT_CLEAN:
             return _NO_PAGES
         data = os.pread(_pagemap(os.getpid()), 8 * (self.num_bytes // PAGE_BYTES), 8 * self._first_page)
@@ -109,13 +111,14 @@ class Region:
 
     def publish(self, pages: np.ndarray) -> None:
         """Makes this process' own pages everyone's."""
-        for start, end in runs(pages):
-            self._shared[start:end] = self._private[start:end]
-        self.drop(pages)
+        if len(pages):  # seldom, where a program only reads
+            for start, end in runs(pages):
+                self._shared[start:end] = self._private[start:end]
+            self.drop(pages)
 
     def drop(self, pages: np.ndarray) -> None:
         """Gives this process' own pages up, for those of everyone."""
-        for start, end in runs(pages):
+        for start, end in runs(pages) if len(pages) else ():
             self._private.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def give_back(self, start: int, end: int) -> None:
@@ -169,7 +172,7 @@ def hidden_pages() -> str:
 
 def _num_faults() -> int:
     """How many page faults all threads of this process have had."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
+    used = getrusage(_OWN_FAULTS)
     return used.ru_minflt + used.ru_majflt
 
 

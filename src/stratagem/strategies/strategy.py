@@ -422,11 +422,12 @@ class Strategy(StaysHere, ABC):
             raise StrategyError(f"kwargs is a dict of keyword arguments, got {type(kwargs).__name__} {kwargs!r}")
         if kwargs and not all(isinstance(name, str) for name in kwargs):
             raise StrategyError(f"kwargs has the names of arguments as its keys, got {list(kwargs)!r}")
+        num_here = len(self.replicas_here)
         for each in _tree.leaves((args, kwargs)):
             if type(each) is PerReplica:
-                if len(each) != len(self.replicas_here):
+                if len(each) != num_here:
                     raise StrategyError(
-                        f"run takes batches of its own strategy: {type(self).__name__} has {len(self.replicas_here)} "
+                        f"run takes batches of its own strategy: {type(self).__name__} has {num_here} "
                         f"replica(s) here, and was given values of a strategy with {len(each)}, so that rows would be "
                         f"lost or missing; use the strategy whose distribute made the batch, or distribute the data "
                         f"with this"

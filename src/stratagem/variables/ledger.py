@@ -221,19 +221,18 @@ class Ledger:
     def end_pass(self, *, syncing: bool) -> None:
         """Makes `.grad` what it must be when the pass returns; every replica must come here."""
         with torch.no_grad():
-            self._end_pass(syncing=syncing)
-
-    def _end_pass(self, *, syncing: bool) -> None:
-        hooks = self._put_back_hooks()
-        self._show_hidden()
-        if self._transport is None:
-            self._judge_own()
-        elif syncing:
-            self._sum(self._transport, hooks)
-        else:
-            self._keep()
-        self._set_aside, self._hidden = {}, {}
-        self._call_hooks_after(hooks)
+            hooks = self._put_back_hooks()
+            if not self._counts:
+                self._show_hidden()
+            if self._transport is None:
+                self._judge_own()
+            elif syncing:
+                self._sum(self._transport, hooks)
+            else:
+                self._keep()
+            self._set_aside, self._hidden = {}, {}
+            if hooks:
+                self._call_hooks_after(hooks)
 
     def end_pass_with_graph(self) -> None:
         """The same, for gradients that will be differentiated themselves."""
@@ -241,8 +240,9 @@ class Ledger:
         if self._transport is None:
             self._set_aside, self._hidden = {}, {}
             return
-        with torch.no_grad():
-            self._show_hidden()
+        if not self._counts:
+            with torch.no_grad():
+                self._show_hidden()
         own = dict(self.parameters())
         rows = gather_numbers(self._replica.collective, [_has_gradient(own.get(name)) for name in self._parameters])
         for name, is_there in zip(self._parameters, rows.amax(dim=0).tolist(), strict=True):
@@ -260,7 +260,8 @@ class Ledger:
             elif before is not None:
                 parameter.grad = before
         self._set_aside, self._hidden = {}, {}
-        self._call_hooks_after(hooks)
+        if hooks:
+            self._call_hooks_after(hooks)
 
     def abandon_pass(self) -> None:
         """Puts gradients back after a pass that has failed."""
@@ -274,9 +275,8 @@ class Ledger:
 
     def _show_hidden(self) -> None:
         """In a replica without examples: drops what the pass gave, and shows what was there."""
-        if not self._counts:
-            for name, parameter in self.parameters():
-                parameter.grad = self._hidden.get(name)
+        for name, parameter in self.parameters():
+            parameter.grad = self._hidden.get(name)
 
     def _put_back_hooks(self) -> dict[int, "_torch.TensorHooks"]:
         hooks, self._hooks = self._hooks, {}
@@ -285,7 +285,7 @@ class Ledger:
         return hooks
 
     def _call_hooks_after(self, hooks: Mapping[int, "_torch.TensorHooks"]) -> None:
-        for name, parameter in self.parameters() if hooks else ():
+        for name, parameter in self.parameters():
             if name in hooks and parameter.grad is not None:
                 hooks[name].call_after(parameter)
 
@@ -576,6 +576,8 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor | None, dtype: torch.dtype
 
 def _taken_hooks(own: Mapping[int, torch.Tensor]) -> "dict[int, _torch.TensorHooks]":
     """The program's hooks of parameters, taken off: they wait for the sums."""
-    there = map(any, map(_torch.hooks_of, own.values()))
-    taken = {name: _torch.take_hooks(own[name]) for name in itertools.compress(own, there)}
+    there = list(itertools.compress(own, map(any, map(_torch.hooks_of, own.values()))))
+    if not there:
+        return {}
+    taken = {name: _torch.take_hooks(own[name]) for name in there}
     return {name: hooks for name, hooks in taken.items() if hooks is not None}

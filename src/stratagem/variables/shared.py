@@ -332,7 +332,7 @@ def _written(stores: Sequence[Store]) -> list[np.ndarray]:
 
 
 def _any(written: Sequence[np.ndarray]) -> int:
-    return int(any(len(pages) for pages in written))
+    return int(any(map(len, written)))
 
 
 def _is_gone(store: Store, names: set[int]) -> bool:

@@ -21,7 +21,9 @@ from stratagem.variables.marks import addresses
 from stratagem.variables.participant import Participant
 from stratagem.variables.store import Homes, Placement, Store, laid_out
 
-FINITE_FLAG, ALL_FINITE_FLAG, IN_TIME_FLAG, SPARSE_FLAG, ALL_SPARSE_FLAG = 0, 3, 4, 8, 9
+SUM_FLAG, ALL_FINITE_FLAG, IN_TIME_FLAG, ALL_SPARSE_FLAG = 0, 3, 4, 9
+_IS_FINITE, _HAS_SPARSE = 1, 2  # the parts of what each replica tells of its part of the sum
+_FINITE_ONES, _DENSE_ONES = {_IS_FINITE, _IS_FINITE | _HAS_SPARSE}, {0, _IS_FINITE}
 # In the place of gradients that have been given up.
 _FINITE, _NOT_FINITE = torch.zeros(()), torch.full((), torch.nan)
 
@@ -56,7 +58,7 @@ class Windows:
 
     def has(self, store: Store) -> bool:
         """Whether the gradients of a store are summed."""
-        return any(each.store is store for each in self._rows)
+        return store in map(_store, self._rows)
 
     def sum_of(self, store: Store) -> torch.Tensor | None:
         """The sums of a store, one after the other, but for those that are made in place; zeros between them."""
@@ -94,18 +96,16 @@ class Windows:
             there, own_part_is_finite = row.exchange.add_up(vectors, self._start_sum)
             present.append(there)
             is_finite &= own_part_is_finite
-        signals.put_flag(FINITE_FLAG, int(is_finite))
-        signals.put_flag(SPARSE_FLAG, int(has_sparse))
-        signals.barrier()
-        is_finite, any_sparse = all(signals.flags(FINITE_FLAG)), any(signals.flags(SPARSE_FLAG))
+        told = set(signals.exchange_flag(SUM_FLAG, _IS_FINITE * is_finite | _HAS_SPARSE * has_sparse))
+        is_finite, any_sparse = told <= _FINITE_ONES, not told <= _DENSE_ONES
         if self._replica.recipe.num_machines > 1:
             present = self._sum_between_machines(present, late=bool(late), any_sparse=any_sparse)
             any_sparse = bool(signals.flags(ALL_SPARSE_FLAG)[0])
             is_finite = bool(signals.flags(ALL_FINITE_FLAG)[0])
             if not signals.flags(IN_TIME_FLAG)[0]:  # on some machine
                 is_finite &= self._add_late(late)
-        pairs = zip(self._rows, present, strict=True)
-        return Summed({name for row, there in pairs for name in row.named(there)}, is_finite, any_sparse)
+        names = itertools.chain.from_iterable(map(_Row.named, self._rows, present))
+        return Summed(set(names), is_finite, any_sparse)
 
     def totals(self, names: Sequence[int]) -> list[torch.Tensor]:
         # New tensors each time, since gradients belong to one step; no views to autograd: the program may call
@@ -125,11 +125,11 @@ class Windows:
         home: set[int] = set()
         for row in self._rows:
             home.update(lies if lies == row.addresses else (name for name, _ in lies.items() & row.addresses.items()))
-        self._watched = home.difference(*(row.written() for row in self._rows))
+        self._watched = home.difference(*map(_Row.written, self._rows))
         return Watched(self._watched, home)
 
     def written(self) -> Set[int]:
-        return {name for row in self._rows for name in row.changed() if name in self._watched}
+        return self._watched & set(itertools.chain.from_iterable(map(_Row.changed, self._rows)))
 
     def _sum_between_machines(
         self, present: Sequence[Sequence[bool]], *, late: bool, any_sparse: bool
@@ -217,7 +217,8 @@ class _Row:
 
     def written(self) -> set[int]:
         """The names of gradients that lie in pages that this replica has written to."""
-        return {self._names[number] for number in self.exchange.in_pages(self.exchange.written_pages())}
+        pages = self.exchange.written_pages()
+        return {self._names[number] for number in self.exchange.in_pages(pages)} if len(pages) else set()
 
     def changed(self) -> list[int]:
         """The names of gradients that were written to, in whatever way."""
@@ -272,10 +273,14 @@ class _EarlyWindows:
 
     def taken(self) -> dict[int, torch.Tensor]:
         """The gradients that have come, by the name of the parameter, or what stands for them."""
+        if self._row is None:
+            return {}
         return self._by_name(self._placed | self._arrived)
 
     def end(self) -> dict[int, torch.Tensor]:
         """Ends the watch; what was added to gradients after they had been sent, by the name of the parameter."""
+        if self._row is None:
+            return {}
         for handle in self._handles:
             handle.remove()
         late = self._by_name(self._late)
@@ -295,7 +300,7 @@ class _EarlyWindows:
         self.end()
 
     def _by_name(self, gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        placements = self._row.store.placements if self._row is not None else ()
+        placements: Any = () if self._row is None else self._row.store.placements
         return {placements[number].name: gradient for number, gradient in gradients.items()}
 
     @torch.no_grad()
@@ -341,4 +346,4 @@ def _in_one_row(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.as_strided((gradient.numel(),), (1,))
 
 
-_is_sparse = operator.attrgetter("is_sparse")
+_is_sparse, _store = operator.attrgetter("is_sparse"), operator.attrgetter("store")

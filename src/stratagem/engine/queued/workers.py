@@ -175,7 +175,7 @@ class ParameterWorkers(Driver):
 
     def run(self, function: Callable[..., Any], arguments: StepArguments) -> list[Any]:
         """Gives each step to a worker with room, or to all where they share a step; waits for room only."""
-        with self.in_turn("strategy.run()"), scopes.recording():
+        with self.in_turn("strategy.run()"), scopes.recording:
             return [self._run(function, *arguments.of(step)) for step in range(len(arguments))]
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -332,7 +332,7 @@ class ParameterWorkers(Driver):
     @contextlib.contextmanager
     def attending(self) -> Iterator[None]:
         """A block that waits for workers; errors of the library in it end the strategy."""
-        with self.in_turn("a wait for workers"), scopes.recording():
+        with self.in_turn("a wait for workers"), scopes.recording:
             self.require_usable()
             try:
                 yield
