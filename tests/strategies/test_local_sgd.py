@@ -1,6 +1,7 @@
 """LocalSGDStrategy: what replicas that train alone come to, against the same done by hand with plain torch."""
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from stratagem.errors import StratagemWarning, StrategyError
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
 
+DROPPED_IN_A_STEP: list[nn.Module] = []
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -327,6 +329,34 @@ def test_failed_run_lets_all_go_on_from_replica_0(opened: Any) -> None:
         strategy.run(fail)
     one, other = strategy.local_results(strategy.run(weight_sums(model)))
     assert one == other == weight_sums(model)()
+
+
+def test_model_that_goes_in_a_step_after_a_failed_run_is_counted_alike_by_all(opened: Any) -> None:
+    def plain(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)  # whose state a failed run does not touch
+
+    strategy = opened(1)
+    model, train = build(strategy, plain)
+    with strategy.scope():
+        DROPPED_IN_A_STEP.append(nn.Linear(2, 1))
+
+    def fail() -> None:
+        raise ValueError("no luck")
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        getattr(sys.modules.get(name), "DROPPED_IN_A_STEP", []).clear()  # as the collector may do at any time
+        return train(inputs, targets)
+
+    name, by_hand = __name__, ByHand(2, plain)
+    for number, batch in enumerate(make_batches(8, 8, 8, 8)):
+        if number == 3:  # the library itself holds for two runs what is new
+            with pytest.raises(ValueError, match="no luck"):
+                strategy.run(fail)
+        strategy.run(step if number == 3 else train, args=next(iter(strategy.distribute([batch]))))
+        by_hand.step(batch)
+        by_hand.agree()
+    assert not DROPPED_IN_A_STEP
+    assert_same(model, by_hand.agreed)
 
 
 def test_replica_with_bad_gradients_skips_its_step_alone(opened: Any) -> None:

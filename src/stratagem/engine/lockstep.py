@@ -159,6 +159,9 @@ class LocalReplicas(Driver):
     def _run(self, function: Callable[..., Any], arguments: StepArguments) -> list[Any]:
         own = self.start()
         self._connect(own)
+        # Children have each parameter until they are told that it is gone. Where all count what they have, none goes
+        # in this process before the run has ended.
+        _held = None if self._recipe.sync.sums_gradients else own.copies.ledger.parameters()
         self.distribution.bring_up_to_date(own)
         counts_here = arguments.counts()
         with self.with_workers():
