@@ -20,13 +20,13 @@ from stratagem.cluster import token as tokens
 from stratagem.errors import ParameterServerLostError, StratagemError
 from stratagem.parameters.network import bodies, frames, zmq_password, zmq_sockets
 from stratagem.parameters.network.client.parameter_client import ParameterClient
-from stratagem.parameters.network.frames import FrameKind, Greeting
+from stratagem.parameters.network.frames import CHUNK_BYTES, FrameKind, Greeting
 from stratagem.parameters.network.server.ps_server import _MOST_STRANGERS
 from stratagem.parameters.partitioning import make_plan
 from stratagem.parameters.protocol import OptimizerSpec, Variable, describe_optimizer
 from tests.cluster.tasks import listening_at
 from tests.parameters.network.attacker import Attacker, eventually
-from tests.parameters.network.cluster import PATIENCE_S, Cluster, Trainer, same
+from tests.parameters.network.cluster import PATIENCE_S, Cluster, Trainer, described, same
 
 NewCluster = Callable[..., Cluster]
 
@@ -455,3 +455,28 @@ def _name(piece: object) -> str:
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("place", [frames.HEADER_BYTES, -1])
+def test_changed_answer_never_shows_in_parameters(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:  # A3
+    trainer = Trainer((cluster := new_cluster()).worker(0), 1)
+    trainer.model = torch.nn.Sequential(torch.nn.Linear(CHUNK_BYTES // 2, 1, bias=False))  # two frames
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1.0)
+    trainer.plan, trainer.spec = described(trainer.model, trainer.optimizer, 1)
+    trainer.define()
+    before = trainer.copies()
+    (session,) = cluster.servers[0]._sessions.values()
+    seal = session._sealer.seal
+
+    def changed(kind: FrameKind, content: bytes, **header: int) -> bytearray:
+        frame = bytearray(seal(kind, content, **header))
+        frame[place] ^= kind == FrameKind.DATA
+        return frame
+
+    monkeypatch.setattr(session._sealer, "seal", changed)
+    gradients = {name: torch.ones_like(value) for name, value in before.items()}
+    with pytest.raises(ParameterServerLostError, match="changed on its way"):
+        trainer.client.wait(trainer.client.push(gradients, into=trainer.values()))
+    assert same(trainer.copies(), before)

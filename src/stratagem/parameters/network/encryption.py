@@ -63,6 +63,7 @@ class FrameOpener:
     def __init__(self, key: bytes) -> None:
         self._cipher = AESGCM(key)
         self._number = 0
+        self._room = memoryview(b"")
 
     def parse(self, frame: Bytes) -> Header:
         """The header of a frame that is the next one by its own word.
@@ -81,9 +82,19 @@ class FrameOpener:
         Raises:
             ProtocolError: It was not made by the other side.
         """
-        content = bytearray(header.length)
+        return bytes(self.open_aside(frame, header))
+
+    def open_aside(self, frame: Bytes, header: Header) -> memoryview:
+        """What a frame carries, where nobody else can see it; it is good until the next frame is opened.
+
+        Raises:
+            ProtocolError: It was not made by the other side.
+        """
+        if len(self._room) < header.length:
+            self._room = memoryview(bytearray(header.length))
+        content = self._room[: header.length]
         self.open_into(frame, header, content)
-        return bytes(content)
+        return content
 
     def open_into(self, frame: Bytes, header: Header, target: Bytes) -> None:
         """Puts what a frame carries into memory of exactly that size, which is garbage if this fails.

@@ -55,10 +55,12 @@ class Inflow:
 
     Args:
         tensors: Where the stream goes, each in one piece in the memory of the host.
+        in_use: Whether they may be looked at at any time: only what is known to be from the other side goes there.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], *, in_use: bool = False) -> None:
         self.tensors = tensors
+        self._in_use = in_use
         self._targets = [view for each in tensors if (view := as_bytes(each)).nbytes]
         self._place = self._within = self._received = 0
 
@@ -78,12 +80,12 @@ class Inflow:
                 f"{header.length} bytes came for byte {header.offset} of a stream that is at {self._received}"
             )
         target = self._targets[self._place]
-        if self._within + header.length <= target.nbytes:
+        if not self._in_use and self._within + header.length <= target.nbytes:
             with target[self._within : self._within + header.length] as here:
                 opener.open_into(frame, header, here)
             self._advance(header.length)
             return
-        content = memoryview(opener.open(frame, header))
+        content = opener.open_aside(frame, header)
         while content:
             target = self._targets[self._place]
             count = min(len(content), target.nbytes - self._within)

@@ -328,7 +328,7 @@ class Connection:
             if header.kind != FrameKind.DONE:
                 raise ProtocolError(f"a server does not send {header.kind.name}")
             current.answer = body
-            self._inflow = Inflow(current.rooms(body))
+            self._inflow = Inflow(current.rooms(body), in_use=True)  # they may be parameters themselves
             self._heard_at = self._pulse.clock.now_s()
         self._pulse.heard()
         if current is not None and self._inflow is not None and self._inflow.is_complete:
