@@ -64,8 +64,10 @@ def is_gone(pid: int) -> bool:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
     try:
-        return bool(select.select([handle], [], [], _DEADLINE_S)[0])
+        return bool(poll.poll(1000 * _DEADLINE_S))
     finally:
         os.close(handle)
 

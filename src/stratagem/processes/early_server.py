@@ -124,13 +124,13 @@ class EarlyServer:
             self.poll()
 
     def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._handle], [], [], 0)[0]:
+        if self.returncode is None and self._has_ended(0.0):
             self._reap()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            if not select.select([self._handle], [], [], timeout)[0]:
+            if not self._has_ended(timeout):
                 raise subprocess.TimeoutExpired("fork server", timeout or 0.0)
             self._reap()
         return self.returncode or 0
@@ -139,6 +139,11 @@ class EarlyServer:
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def _has_ended(self, timeout_s: float | None) -> bool:
+        poll = select.poll()  # `select` takes no descriptor above 1023
+        poll.register(self._handle, select.POLLIN)
+        return bool(poll.poll(None if timeout_s is None else 1000 * timeout_s))
 
     def _reap(self) -> None:
         self.returncode = 0

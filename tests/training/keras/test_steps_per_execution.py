@@ -9,6 +9,7 @@ import pytest
 
 import stratagem as sg
 from stratagem.engine import child_calls
+from stratagem.engine.recipe import Call
 from stratagem.processes.group import ChildGroup
 from tests.training.keras_models import Twice
 from tests.training.keras_runs import X, Y, build, compiled, sequential
@@ -100,10 +101,10 @@ def test_an_execution_is_one_call_of_all_replicas(mirrored: sg.Strategy, monkeyp
     num_steps: list[int] = []
     original = ChildGroup.call
 
-    def call(self: Any, function: Any, parts: Any, *others: Any) -> Any:
+    def call(self: Any, function: Any, parts: Any, *others: Any, shared: Any = ()) -> Any:
         if function is child_calls.run:
-            num_steps.append(len(parts[0][1].steps))
-        return original(self, function, parts, *others)
+            num_steps.append(len(Call.of((*shared, *parts[0])[1]).steps))
+        return original(self, function, parts, *others, shared=shared)
 
     monkeypatch.setattr(ChildGroup, "call", call)
     model = build(lambda: sequential(steps_per_execution=5), mirrored)
