@@ -348,8 +348,8 @@ def num_storage_users(tensor: torch.Tensor) -> int:
 
 def is_alone_in_memory(gradient: torch.Tensor) -> bool:
     """Whether a gradient that a hook of its parameter sees has its memory to itself, and all of it."""
-    if num_storage_users(gradient) > NUM_OWN_USERS:
-        return False
+    if num_storage_users(gradient) > NUM_OWN_USERS or gradient.is_conj() or gradient.is_neg():
+        return False  # or what lies there is not what it means
     storage = gradient.untyped_storage()
     return storage.nbytes() == gradient.nbytes and bool(storage.resizable())  # memory of numpy's is not
 

@@ -351,7 +351,9 @@ def _serve(connection: socket.socket) -> None:
         importlib.import_module(module)
     from stratagem.processes import forkserver
 
-    forkserver.main(descriptors[0], order["parent"])
+    if order["parent"] is not None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    forkserver.main(descriptors[0])
 
 
 if __name__ == "__main__":

@@ -601,6 +601,32 @@ def layer_made_in_a_step(on: Runner) -> Any:
     on(model, batch()[0])
 
 
+@programs(refused=r"the step gave Sequential a new Linear 'late'.*\n    with strategy.scope\(\):", without=CONNECTED)
+def layer_made_in_a_late_step(on: Runner) -> Any:
+    model, optimizer = linear(on)
+    with on.scope():
+        model = nn.Sequential(model)
+    step = training(model, optimizer)
+    for _ in range(4):
+        on(step, *batch())
+    on(lambda x: setattr(model, "late", nn.Linear(3, 3)), batch()[0])
+
+
+@programs(
+    refused="an optimizer holds a parameter of shape \\(4,\\) that this strategy does not manage", without=CONNECTED
+)
+def parameter_that_a_step_gives_its_optimizer(on: Runner) -> Any:
+    model, optimizer = linear(on)
+    train = training(model, optimizer)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
+        return train(x, y)
+
+    on(train, *batch())
+    on(step, *batch())
+
+
 @programs(refused="a scripted Linear cannot be copied to the replicas; make the module itself")
 def scripted_module(on: Runner) -> Any:
     with on.scope(), warnings.catch_warnings():

@@ -161,7 +161,7 @@ def test_scope_that_another_coroutine_leaves_keeps_nothing_in_torch() -> None:
 
 
 def test_operations_of_a_recorder_are_left_alone() -> None:
-    with recording, device("/gpu:7"):
+    with recording(), device("/gpu:7"):
         assert torch.ones(2).sum() == 2  # there is no such device, and nobody asks for it
         assert str(spec_for(MATMUL)) == "/device:GPU:7"
     assert state.recorders == 0

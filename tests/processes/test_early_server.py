@@ -35,7 +35,7 @@ NOT_TAKEN = {
 }
 # Run in forks of one process: each has the surroundings of its parent but for one.
 COMPARES = """
-import os, resource, sys
+import ctypes, os, resource, signal
 from stratagem import _env
 from stratagem.processes.early_server import _surroundings
 
@@ -47,6 +47,10 @@ changes = {
     "limit": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
     "umask": lambda: os.umask(os.umask(0) ^ 0o77),
     "priority": lambda: os.nice(1),
+    "rights": lambda: ctypes.CDLL(None).prctl(38, 1, 0, 0, 0),  # PR_SET_NO_NEW_PRIVS
+    "signals": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    "session": lambda: os.setsid(),
+    "memory": lambda: open("/proc/self/oom_score_adj", "w").write("500"),
     "cores": lambda: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[1:]),
 }
 before = _surroundings(_env.for_process({}))

@@ -35,14 +35,14 @@ class OtherMachine:
         self.watch()
 
         def wait() -> bool:
-            row.add_(int(row.is_floating_point()))  # no gradient of it was late, or is sparse
+            row.add_(int(row.is_floating_point() or row.is_complex()))  # no gradient of it was late, or is sparse
             return bool(row.isfinite().all())
 
         return wait
 
 
-def windows_of(model: nn.Module) -> tuple[Windows, OtherMachine, Store]:
-    store = Store.take_in(list(enumerate(model.parameters())), torch.float32, {})
+def windows_of(model: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[Windows, OtherMachine, Store]:
+    store = Store.take_in(list(enumerate(model.parameters())), dtype, {})
     slots = Region.create(WindowExchange.num_slot_bytes(store.num_elements, len(store.placements), store.dtype, 1))
     control = Region.create(Signals.num_bytes(1))
     signals = Signals(control, 0, 1)
@@ -211,6 +211,18 @@ def test_gradient_that_a_program_has_kept_is_not_summed_in_place(keep: Callable[
     assert total.eq(4).all()
     assert [each.unique().tolist() for each in kept] == [[3.0]]
     assert not storages(kept) & (storages(other.sums) | storages([total]))
+
+
+def test_gradient_that_is_only_marked_as_conjugate_is_summed_as_what_it_means() -> None:
+    model = nn.ParameterList([torch.zeros(2, LARGE // 2, dtype=torch.complex64)])
+    windows, _, _ = windows_of(model, torch.complex64)
+    loss = (model[0].conj() * (1 + 2j)).sum().real
+    (plain,) = torch.autograd.grad(loss, [model[0]], retain_graph=True)
+    assert plain.is_conj()
+    windows.begin(syncing=True, counts=True)
+    loss.backward()
+    (total,) = sums_after(windows)
+    assert torch.equal(total, plain.resolve_conj() + 1)
 
 
 def test_gradients_that_autograd_lays_into_the_same_memory_are_summed_each() -> None:

@@ -190,7 +190,7 @@ def _packed_result(result: Any) -> Any:
 def surrounded_by(wanted: state_diff.Surroundings) -> Iterator[Sequence[PlacementRecord]]:
     """A block for a function of the program, as if where it was given; yields where its operations run, if asked."""
     listening = log_placement() if wanted.logs else contextlib.nullcontext()
-    with state_diff.surrounded_by(wanted), listening as log, scopes.recording:
+    with state_diff.surrounded_by(wanted), listening as log, scopes.recording():
         yield log.records if log is not None else ()
 
 

@@ -427,18 +427,14 @@ def before_read(module: torch.nn.Module, *_: Any) -> None:
 _passes: list[list[ReplicaContext]] = []
 
 
-@final
-class _InPass:
+@contextlib.contextmanager
+def in_pass() -> Iterator[None]:
     """A block in which the threads of a backward pass, which are torch's on a GPU, are in the replica of this one."""
-
-    def __enter__(self) -> None:
-        _passes.append(list(state.replicas))
-
-    def __exit__(self, *_: object) -> None:
+    _passes.append(list(state.replicas))
+    try:
+        yield
+    finally:
         _passes.pop()
-
-
-in_pass = _InPass()
 
 
 def _replicas_here() -> list[ReplicaContext]:

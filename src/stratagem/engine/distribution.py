@@ -20,7 +20,7 @@ from stratagem._parallel_wrappers import refuse_wrapper
 from stratagem.engine import child_calls, context, foreign_metrics
 from stratagem.engine.recipe import Recipe
 from stratagem.errors import StrategyError
-from stratagem.objects import state_diff
+from stratagem.objects import new_parts, state_diff
 from stratagem.objects.steady import Steady
 from stratagem.objects.tracking import Tracker
 from stratagem.processes.packing import can_be_packed, pack, refusal
@@ -186,13 +186,24 @@ class Distribution:
         return state_diff.difference(self._state, self._described(self.steady.rest()))
 
     def note_state(self) -> None:
-        """Takes the state after a run, which is the same in all replicas, as the one to compare with."""
-        was_so = self.steady.look()
+        """Takes the state at the look after a run, which is the same in all replicas, as the one to compare with."""
+        was_so = self.steady.is_so
         rest = self.steady.rest()
         self._state = (self._state if was_so else {}) | self._described(rest)
         self._marks = {name: StateMark(rest[name], versions=True) for name in self._marks if name in rest}
         if not was_so:
             self.steady.note()
+
+    def look_after_run(self, *, several: bool) -> StrategyError | None:
+        """Looks at all objects; what is wrong if a step has given a module parameters that several replicas made."""
+        self.steady.look()
+        objects = self.steady.rest().values()
+        if several and state_diff.unknown_parts(objects, self.registry):
+            try:
+                new_parts.refuse_new(objects, self.registry.live().values())
+            except StrategyError as error:
+                return error
+        return None
 
     def let_go(self) -> None:
         """Keeps nothing of the program's alive any more; no run follows."""
@@ -207,7 +218,8 @@ class Distribution:
         live = self.registry.live()
         self._reloaded = {name for name, obj in live.items() if isinstance(obj, torch.optim.Optimizer)}
         for update in [each for name, each in own.updates.items() if name in live]:
-            update.forget_changes()
+            with contextlib.suppress(StrategyError):  # the next run refuses what its optimizer holds
+                update.forget_changes()
         own.copies.forget_state()
 
     def _described(self, objects: Mapping[int, Any]) -> state_diff.Snapshot:

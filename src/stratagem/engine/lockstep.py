@@ -10,7 +10,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -94,6 +94,7 @@ class LocalReplicas(Driver):
         self._told: agreement.Told = {}  # what other machines will compare at the next meeting
         self._nonfinite = NonFinite(recipe.on_nonfinite)
         self._unwanted: list[tuple[int, int]] = []
+        self._kept: Iterable[Any] = ()  # parameters, for the time of a run
         self._join: tuple[Region, Region] | None = None  # what children are given, until they have it
         self.runtime: Replica | None = None
         registry, tracker = self.distribution.registry, self.distribution.tracker
@@ -153,15 +154,18 @@ class LocalReplicas(Driver):
         Returns:
             What came of each step; of the first of them where another machine has fewer for this call.
         """
-        with self.in_turn("strategy.run()", refusal=_ONE_ORDER if self._workers.size > 1 else ""), scopes.recording:
-            return self._run(function, arguments)
+        with self.in_turn("strategy.run()", refusal=_ONE_ORDER if self._workers.size > 1 else ""), scopes.recording():
+            try:
+                return self._run(function, arguments)
+            finally:
+                self._kept = ()
 
     def _run(self, function: Callable[..., Any], arguments: StepArguments) -> list[Any]:
         own = self.start()
         self._connect(own)
         # Children have each parameter until they are told that it is gone. Where all count what they have, none goes
         # in this process before the run has ended.
-        _held = None if self._recipe.sync.sums_gradients else own.copies.ledger.parameters()
+        self._kept = () if self._recipe.sync.sums_gradients else own.copies.ledger.parameters()
         self.distribution.bring_up_to_date(own)
         counts_here = arguments.counts()
         with self.with_workers():
@@ -174,6 +178,8 @@ class LocalReplicas(Driver):
                 self._send(call, function, arguments.first(len(call.steps)))
             with self._ended_by_children(own):
                 error, done = self._run_here(own, interrupts, call, function, arguments)
+                if error is None:
+                    error = self.distribution.look_after_run(several=self._recipe.total > 1)
                 if error is None:
                     # While the others finish: the state is the same in all, and after a failure it is forgotten.
                     self.distribution.note_state()
@@ -416,7 +422,8 @@ class LocalReplicas(Driver):
         try:
             pinning = pinned(self._devices[0]) if len(self._devices) > 1 else _NOT_AT_ALL
             numbers = self._random_numbers.of_replica(call.seed)
-            with interrupts.allowed(), pinning, numbers, at_home(self._devices[0], self.tenant, own.global_rank):
+            # Ctrl-C last: what the others change must be put back whole.
+            with pinning, numbers, at_home(self._devices[0], self.tenant, own.global_rank), interrupts.allowed():
                 return None, own.run(call, function, part, per_replica.kept_result)
         except PeerAborted:
             return None, []
@@ -429,6 +436,7 @@ class LocalReplicas(Driver):
             self._abort(own)  # also if it came before the function began
             return error, []
         finally:
+            interrupts.allow(False)  # Ctrl-C may have come in place of the end of its block
             arguments.under_way = part.under_way
 
     def _note_torn(self, own: Replica, error: BaseException) -> None:

@@ -211,7 +211,7 @@ class Replica:
             own: Any = held()
             refuse_inside_another(own)
             _torch.mark_stepped(own)
-            with self.signals.meeting_for(Purpose.UPDATE), scopes.recording:
+            with self.signals.meeting_for(Purpose.UPDATE), scopes.recording():
                 if update is not None:
                     return update.step(closure)
                 if closure is not None:
@@ -460,7 +460,7 @@ class Replica:
             syncing = self.sync.begin_pass(syncing=self._syncing, graph=graph)
             self._depth += 1
             try:
-                with context.in_pass:
+                with context.in_pass():
                     original(*self._scaled(tensors, grad_tensors), *args, **kwargs)
             except BaseException:
                 self.sync.abandon_pass()

@@ -100,7 +100,7 @@ class Graph(StaysHere):
 
     def __enter__(self) -> Self:
         stack = contextlib.ExitStack()
-        stack.enter_context(scopes.recording)
+        stack.enter_context(scopes.recording())
         stack.enter_context(_torch.without_mkldnn())
         buffers = register_module_buffer_registration_hook(lambda _, __, buffer: self.recorder.drawn.keep(buffer))
         stack.callback(buffers.remove)
@@ -160,7 +160,7 @@ def reset_default_graph() -> None:
     _default.clear()
 
 
-@scopes.recording
+@scopes.recording()
 def placeholder(dtype: DType, shape: Sequence[int | None] | int = (), name: str | None = None) -> GraphTensor:
     """Returns a tensor of the graph whose value is fed in each run.
 
@@ -180,7 +180,7 @@ def placeholder(dtype: DType, shape: Sequence[int | None] | int = (), name: str 
     return get_default_graph().recorder.placeholder(size, as_dtype(dtype), _checked_name(name))
 
 
-@scopes.recording
+@scopes.recording()
 def constant(
     value: Any, dtype: DType | None = None, shape: Shape | None = None, name: str | None = None
 ) -> GraphTensor:
@@ -215,7 +215,7 @@ def constant(
     return recorder.tensor(recorder.constant(made, name=name))
 
 
-@scopes.recording
+@scopes.recording()
 def get_variable(
     name: str,
     shape: Shape | None = None,
@@ -294,7 +294,7 @@ def container(name: str) -> Iterator[None]:
         _open.containers.pop()
 
 
-@scopes.recording
+@scopes.recording()
 def assign(variable: GraphTensor, value: GraphTensor | torch.Tensor | float) -> GraphTensor:
     """Gives a variable a new value when a session runs it; returns that value.
 

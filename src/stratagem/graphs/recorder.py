@@ -396,7 +396,7 @@ class GraphRecorder:
 
     def _redrawn(self, draw: Draw) -> Node:
         draw.require_unchanged()
-        with scopes.recording, scopes.inside(draw.frame):
+        with scopes.recording(), scopes.inside(draw.frame):
             node, _ = self._operation(draw.function, draw.args, draw.kwargs, made_at=draw.made_at)
         return node
 

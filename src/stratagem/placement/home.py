@@ -84,13 +84,13 @@ def let_follow(follow: Follow) -> None:
 
 def _in_replica() -> contextlib.AbstractContextManager[None]:
     """A replica is in none of the scopes of the program, and libraries compute on its device."""
-    return _apart() if _followers or scopes.state.open else scopes.placing
+    return _apart() if _followers or scopes.state.open else scopes.placing()
 
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
     with contextlib.ExitStack() as entered:
-        entered.enter_context(scopes.placing)
+        entered.enter_context(scopes.placing())
         if residence.replica() is not None:
             entered.enter_context(scopes.outside())
         if _followers and (home := residence.home_here()) is not None:

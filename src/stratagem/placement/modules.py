@@ -63,7 +63,7 @@ def place(model: _Module, devices: DeviceLike | Mapping[str, DeviceLike]) -> _Mo
                 f"{other!r} and {name!r} are one tensor and cannot be on {goal.device.name} and {device.name}; "
                 f"place both on one device"
             )
-    with scopes.recording:
+    with scopes.recording():
         for tensor, (goal, _) in goals.items():
             _move(tensor, goal)
     presence.update()

@@ -2,7 +2,7 @@
 
 Owns how nested scopes combine into one spec. Does not know which devices exist (`resolution`), runs nothing
 (`eager` does for eager code, graphs for theirs). A recorder of graphs reads `spec_for(operation)` for each node and
-wraps its work in `recording`, so that the eager side leaves its operations alone.
+wraps its work in `recording()`, so that the eager side leaves its operations alone.
 """
 
 import contextlib
@@ -210,29 +210,25 @@ def merge(outer: DeviceSpec, inner: DeviceSpec) -> DeviceSpec:
     return outer.make_merged_spec(inner)
 
 
-@final
-class _Recording(contextlib.ContextDecorator):
-    """A block, or a function, that changes whether operations of this thread are recorded; made once.
-
-    Args:
-        more: By how many recorders.
-    """
-
-    def __init__(self, more: int) -> None:
-        self._more = more
-
-    def __enter__(self) -> None:
-        state.recorders += self._more
-
-    def __exit__(self, *_: object) -> None:
-        state.recorders -= self._more
+# A generator: Ctrl-C may come as the first instruction of an `__exit__` in Python, which would then count nothing.
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """For what is no operation of the program: scopes are kept, but eager operations of this thread are left alone."""
+    state.recorders += 1
+    try:
+        yield
+    finally:
+        state.recorders -= 1
 
 
-recording = _Recording(1)
-"""For what is no operation of the program: scopes are kept, but eager operations of this thread are left alone."""
-
-placing = _Recording(-1)
-"""For code of the program that is called inside the innermost `recording`: as outside that."""
+@contextlib.contextmanager
+def placing() -> Iterator[None]:
+    """For code of the program that is called inside the innermost `recording`: as outside that."""
+    state.recorders -= 1
+    try:
+        yield
+    finally:
+        state.recorders += 1
 
 
 @contextlib.contextmanager

@@ -16,10 +16,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol, final
 
 from stratagem import _env
 
+_PR_SET_PDEATHSIG = 1
+# What a process keeps from its parent for life, or until it changes it itself; and what it may have given up.
+_STATUS = ("Umask", "Groups", "Cap", "NoNewPrivs", "Seccomp", "SigIgn", "SigBlk")
+_FILES = ("cgroup", "oom_score_adj")
 _LIMITS = sorted(name for name in dir(resource) if name.startswith("RLIMIT_"))
 
 
@@ -57,7 +62,11 @@ def start_server(
     """
     imports = ", ".join(["stratagem.processes.forkserver", *modules])
     # What is imported stays: to look for garbage in it, again and again, would take a tenth of the time.
-    code = f"import gc; gc.disable(); import {imports}; stratagem.processes.forkserver.main({descriptor}, {parent})"
+    code = f"import gc; gc.disable(); import {imports}; stratagem.processes.forkserver.main({descriptor})"
+    if parent is not None:
+        # The parent may have ended before the first call took hold.
+        ends = f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})"
+        code = f"import ctypes, os; {ends}; os.getppid() == {parent} or os._exit(0); {code}"
     return subprocess.Popen(
         # -P: a file of the user's in the current folder must not stand in for a library.
         [sys.executable, "-P", "-c", code],
@@ -81,6 +90,7 @@ def start_early(environment: Mapping[str, str]) -> dict[str, str]:
     with theirs:
         # Processes that the program forks before it takes the server over have the socket, too.
         server = start_server(theirs.fileno(), environment=environment, parent=os.getpid())
+        server.returncode = 0  # nobody here waits for it
     os.set_inheritable(ours.fileno(), True)
     fields = [os.getpid(), server.pid, os.fstat(ours.fileno()).st_ino, _surroundings(environment)]
     return {_env.EARLY_SERVER: json.dumps([ours.detach(), *fields])}
@@ -88,14 +98,19 @@ def start_early(environment: Mapping[str, str]) -> dict[str, str]:
 
 def take() -> tuple[socket.socket, ServerProcess] | None:
     """The server that was started for this process, if there is one, and its children would be as from a new one."""
-    told = _env.take_early_server()
-    if told is None:
+    try:
+        descriptor, owner, pid, inode, surroundings = json.loads(_env.take_early_server() or "")
+    except (ValueError, TypeError):
         return None
-    descriptor, owner, pid, inode, surroundings = json.loads(told)
     if owner != os.getpid() or not _is_socket(descriptor, inode):
         return None  # the variable has come down to a process that the program has started, or it has closed all files
     os.set_inheritable(descriptor, False)
-    connection, process = socket.socket(fileno=descriptor), EarlyServer(pid)
+    connection = socket.socket(fileno=descriptor)
+    try:
+        process = EarlyServer(pid)
+    except OSError:  # the program has waited for it, or may not watch processes: the server ends by itself
+        connection.close()
+        return None
     if surroundings == _surroundings(_env.for_process({})) and process.poll() is None:
         return connection, process
     connection.close()
@@ -116,12 +131,12 @@ class EarlyServer:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self.returncode: int | None = None
+        self._handle = os.pidfd_open(pid)
         try:
-            self._handle = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._handle, self.returncode = -1, 0
-        else:
-            self.poll()
+            os.waitid(os.P_PIDFD, self._handle, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # fails for others than children
+        except OSError:
+            os.close(self._handle)
+            raise
 
     def poll(self) -> int | None:
         if self.returncode is None and self._has_ended(0.0):
@@ -163,11 +178,10 @@ def _surroundings(environment: Mapping[str, str]) -> str:
     """What children have from the process that starts their server, besides its files; short."""
     limits = {name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS}
     outputs = [(each.st_dev, each.st_ino) for each in map(os.fstat, (1, 2))]
-    own = [limits, outputs, os.getresuid(), os.getresgid(), os.getpriority(os.PRIO_PROCESS, 0), _umask()]
-    told = [sorted(environment.items()), os.getcwd(), sorted(os.sched_getaffinity(0)), own]
+    ids = [os.getresuid(), os.getresgid(), os.getsid(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)]
+    own = Path("/proc/self")
+    kept = [line for line in (own / "status").read_text().splitlines() if line.startswith(_STATUS)]
+    kept += [(own / name).read_text() for name in _FILES if (own / name).exists()]
+    kept += [os.readlink(each) for each in sorted((own / "ns").iterdir())]
+    told = [sorted(environment.items()), os.getcwd(), sorted(os.sched_getaffinity(0)), limits, outputs, ids, kept]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
-
-
-def _umask() -> str:
-    with open("/proc/self/status", encoding="ascii") as lines:
-        return next((line for line in lines if line.startswith("Umask")), "")

@@ -22,18 +22,9 @@ _PR_SET_PDEATHSIG = 1
 _MAX_MESSAGE_BYTES = 1 << 20
 
 
-def main(descriptor: int, parent: int | None = None) -> None:
-    """Serves one controller over an inherited socket until the controller is gone.
-
-    Args:
-        descriptor: The socket.
-        parent: The process without which this one ends, whoever else has the other end of the socket by then.
-    """
+def main(descriptor: int) -> None:
+    """Serves one controller over an inherited socket until the controller is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle
-    if parent is not None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above took hold
-            return
     gc.freeze()  # or the collector would write to all that children share with this process, and so copy it
     gc.enable()  # which was off for the imports
     wake_read, wake_write = os.pipe()

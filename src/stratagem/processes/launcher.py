@@ -183,6 +183,8 @@ class ForkServer:
 
     def stop(self) -> None:
         """Ends the server and every child that is left."""
+        with contextlib.suppress(OSError):  # it is gone already
+            self._socket.shutdown(socket.SHUT_RDWR)  # whoever else has this end
         self._socket.close()
         try:
             self._process.wait(_STOP_GRACE_S)

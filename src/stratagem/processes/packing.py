@@ -93,7 +93,9 @@ class Packed:
         self.regions = regions
 
     def followed_by(self, rest: "Packed") -> "Packed":
-        """A tuple and the rest of it as one message; one of them may have shared memory."""
+        """A tuple and the rest of it as one message; only one of them may have shared memory."""
+        if self.regions and rest.regions:
+            raise ValueError("both parts of a message have shared memory, which they would name alike")
         return Packed(self.data + rest.data, [*self.buffers, *rest.buffers], self.regions or rest.regions)
 
 

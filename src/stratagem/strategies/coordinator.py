@@ -194,7 +194,7 @@ class ClusterCoordinator(StaysHere):
         """
         context.require_controller("ClusterCoordinator.schedule()")
         self.strategy.require_call(fn, args, kwargs)
-        with self._workers.in_turn("ClusterCoordinator.schedule()"), scopes.recording:
+        with self._workers.in_turn("ClusterCoordinator.schedule()"), scopes.recording():
             return self._schedule(fn, args, kwargs)
 
     def _schedule(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> RemoteValue:
@@ -254,7 +254,7 @@ class ClusterCoordinator(StaysHere):
         """
         context.require_controller("ClusterCoordinator.create_per_worker_dataset()")
         dataset_fn = _function_for(dataset)
-        with self._workers.in_turn("ClusterCoordinator.create_per_worker_dataset()"), scopes.recording:
+        with self._workers.in_turn("ClusterCoordinator.create_per_worker_dataset()"), scopes.recording():
             return self._create_per_worker_dataset(dataset_fn)
 
     def _create_per_worker_dataset(self, dataset_fn: Callable[..., Any]) -> PerWorkerDataset:

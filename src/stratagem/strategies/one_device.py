@@ -48,7 +48,7 @@ class SingleReplica(Strategy):
             args, kwargs = per_replica.load_deferred(part.of(step))
             context.state.replicas.append(ReplicaContext(0, OneReplica(), self))
             try:
-                with self._at_home(), scopes.recording:
+                with self._at_home(), scopes.recording():
                     results.append(self._compute(fn, args, kwargs))
             finally:
                 context.state.replicas.pop()

@@ -129,7 +129,7 @@ class _OneProgram(TPUStrategy, SingleReplica):
         args, kwargs = self._inputs.bring(filled)
         context.state.replicas.append(ReplicaContext(0, OneReplica(), self))
         try:
-            with self._at_home(), scopes.recording, one_program.step(self._program):
+            with self._at_home(), scopes.recording(), one_program.step(self._program):
                 kept = self._results.keep(compute(fn, args, kwargs, ()))
         finally:
             context.state.replicas.pop()

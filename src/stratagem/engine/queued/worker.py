@@ -286,7 +286,7 @@ class WorkerRuntime:
         _torch.mark_stepped(optimizer)
         return step_with_hooks(optimizer, functools.partial(self._push_gradients, optimizer, update, slots), closure)
 
-    @scopes.recording
+    @scopes.recording()
     def _push_gradients(self, optimizer: Any, update: SharedUpdate, slots: GradientSlots | None) -> None:
         parameters = parameters_of(optimizer)
         gradients = [None if each.grad is None else as_gradient(each.grad) for each in parameters]

@@ -175,7 +175,7 @@ class ParameterWorkers(Driver):
 
     def run(self, function: Callable[..., Any], arguments: StepArguments) -> list[Any]:
         """Gives each step to a worker with room, or to all where they share a step; waits for room only."""
-        with self.in_turn("strategy.run()"), scopes.recording:
+        with self.in_turn("strategy.run()"), scopes.recording():
             return [self._run(function, *arguments.of(step)) for step in range(len(arguments))]
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -264,6 +264,7 @@ class ParameterWorkers(Driver):
         seed, changes = self._random_numbers.new_seed(), self.distribution.changes()
         self._random_numbers.note_run()
         if changes or not self.distribution.steady.is_so:
+            self.distribution.look_after_run(several=False)
             self.distribution.note_state()
         for record in self.scheduler.records.values() if changes or seed is not None else ():
             record.tell(changes, seed)
@@ -332,7 +333,7 @@ class ParameterWorkers(Driver):
     @contextlib.contextmanager
     def attending(self) -> Iterator[None]:
         """A block that waits for workers; errors of the library in it end the strategy."""
-        with self.in_turn("a wait for workers"), scopes.recording:
+        with self.in_turn("a wait for workers"), scopes.recording():
             self.require_usable()
             try:
                 yield
