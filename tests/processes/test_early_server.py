@@ -48,7 +48,7 @@ changes = {
     "umask": lambda: os.umask(os.umask(0) ^ 0o77),
     "priority": lambda: os.nice(1),
     "rights": lambda: ctypes.CDLL(None).prctl(38, 1, 0, 0, 0),  # PR_SET_NO_NEW_PRIVS
-    "signals": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    "signals": lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),
     "session": lambda: os.setsid(),
     "memory": lambda: open("/proc/self/oom_score_adj", "w").write("500"),
     "cores": lambda: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[1:]),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from stratagem.collectives.exchange import WindowExchange, chunk_of
-from stratagem.errors import DriftError, StrategyError
+from stratagem.errors import DriftError
 from stratagem.processes.region import Region
 from stratagem.variables import agreement, drift, written
 from stratagem.variables.aggregation import default_of, joined
@@ -201,11 +201,6 @@ class SharedCopies(Copies):
                 for each, placement in zip(store.tensors, store.placements, strict=True)
                 if each is not None
             }
-        if id(tensor) not in self._where:
-            raise StrategyError(
-                f"an optimizer holds a parameter of shape {tuple(tensor.shape)} that this strategy does not manage: "
-                f"each replica would train its own copy; make it inside strategy.scope(), before the run"
-            )
         return self._where[id(tensor)]
 
     def note_state(self) -> None:

@@ -28,7 +28,7 @@ from stratagem.variables.optimizer_slices import (
 )
 from stratagem.variables.participant import Located, Updating
 from stratagem.variables.slots import Form, Layout, Part, Slots, blocks, forms_of
-from stratagem.variables.store import Placement, laid_out, piece
+from stratagem.variables.store import Placement, Store, laid_out, piece
 
 # What a gradient scaler gives a fused optimizer for the time of a step.
 _SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
@@ -154,7 +154,7 @@ class SplitUpdate:
         known: dict[torch.Tensor, dict[str, Any]] = {}
         for group_number, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
-                number, (store, placement) = next(numbers), self._copies.find(parameter)
+                number, (store, placement) = next(numbers), self._found(parameter)
                 own = self._copies.own_part(parameter)
                 for first, last in blocks(own.first, own.last):
                     part = own.values(first, last)
@@ -175,6 +175,16 @@ class SplitUpdate:
         self._inner = over(self.optimizer, groups, known)
         self._ids, self._options = _ids(self.optimizer), _options(self.optimizer)
         self._join()
+
+    def _found(self, parameter: torch.Tensor) -> tuple[Store, Placement]:
+        try:
+            found: tuple[Store, Placement] = self._copies.find(parameter)
+        except KeyError:
+            raise StrategyError(
+                f"an optimizer holds a parameter of shape {tuple(parameter.shape)} that this strategy does not manage: "
+                f"each replica would train its own copy; make it inside strategy.scope(), before the run"
+            ) from None
+        return found
 
     def _join(self) -> None:
         """Finds the parts that are updated at once; those without a state only as long as they will make none."""
