@@ -36,6 +36,17 @@ def test_cause_is_the_last_error_with_those_that_led_to_it() -> None:
     assert lines[-1] == "on two lines"
 
 
+def test_line_of_another_stream_within_a_traceback_is_not_the_cause() -> None:
+    lines = CHAINED.splitlines()
+    last = lines.index("RuntimeError: cannot train")
+    failure = explain("worker/1", 1, "\n".join([*lines[:last], '["worker", 1]', *lines[last:]]), at=0.0)
+    assert failure.cause == "RuntimeError: cannot train"
+    (start,) = (number for number, line in enumerate(lines) if line.startswith("  File") and "line 10" in line)
+    failure = explain("worker/1", 1, "\n".join([*lines[:start], "[1]", *lines[start:]]), at=0.0)
+    assert failure.cause == "RuntimeError: cannot train"
+    assert explain("worker/1", 1, "Traceback (most recent call last):\n  File\n<odd>", at=0.0).cause == "<odd>"
+
+
 @pytest.mark.parametrize("code", [7, -signal.SIGKILL, -signal.SIGTERM])
 def test_traceback_is_not_the_cause_of_an_end_that_no_exception_has(code: int) -> None:
     failure = explain("worker/1", code, CHAINED, at=0.0)

@@ -16,6 +16,7 @@ _BEGINNING = re.compile(
     r"(^  \+ Exception Group |(?<!\| )(?<!Group ))(Traceback \(most recent call last\)|Fatal Python error):"
 )
 _IN_GROUP = "  | "
+_ERROR = re.compile(r"[A-Za-z_][\w.<>]*(:|$)")
 _CHAINS = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
@@ -144,12 +145,16 @@ def _last_traceback(lines: list[str]) -> list[str]:
 
 
 def _last_error(traceback: list[str]) -> str:
-    """The line that names the error: the first one after the frames of the last traceback."""
+    """The line that names the error: the first one after the frames of the last traceback.
+
+    A line of another stream may stand in between.
+    """
     last = max(number for number, line in enumerate(traceback) if _BEGINNING.search(line))
     if traceback[last].startswith("Fatal"):
         return traceback[last]
     body = [line.removeprefix(_IN_GROUP) for line in traceback[last + 1 :]]
-    return next((line for line in body if line and not line[0].isspace()), traceback[last])
+    outside = [line for line in body if line and not line[0].isspace()]
+    return next((line for line in outside if _ERROR.match(line)), (outside or traceback[last:])[0])
 
 
 def _signal_name(number: int) -> str:
