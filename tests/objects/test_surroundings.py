@@ -1,7 +1,9 @@
 """What surrounds a run in the main program holds in every replica."""
 
 import contextlib
+import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,10 @@ def set_for_all(change: Callable[[Any], Any], value: Any, before: Any) -> Iterat
         yield
     finally:
         change(before)
+
+
+def set_precision(precision: str) -> None:
+    torch.backends.mkldnn.matmul.fp32_precision = precision
 
 
 SURROUNDINGS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any]], Callable[[], Any]]] = {
@@ -44,6 +50,26 @@ SURROUNDINGS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any
     "precision": (
         lambda: set_for_all(torch.set_float32_matmul_precision, "medium", "highest"),
         torch.get_float32_matmul_precision,
+    ),
+    "newer precision": (
+        lambda: set_for_all(set_precision, "bf16", "ieee"),
+        lambda: torch.backends.mkldnn.matmul.fp32_precision == "bf16",
+    ),
+    "kernels": (
+        lambda: torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=True),
+        lambda: (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+    ),
+    "attention": (
+        lambda: set_for_all(torch.backends.cuda.enable_flash_sdp, False, True),
+        torch.backends.cuda.flash_sdp_enabled,
+    ),
+    "denormal": (
+        lambda: set_for_all(torch.set_flush_denormal, True, False),
+        lambda: bool(torch.tensor(3e-308, dtype=torch.float64) / 2 == 0),
+    ),
+    "arguments": (
+        lambda: set_for_all(functools.partial(setattr, sys, "argv"), ["train.py", "--epochs=2"], sys.argv),
+        lambda: list(sys.argv),
     ),
     "folder": (lambda: contextlib.chdir("/"), os.getcwd),
 }

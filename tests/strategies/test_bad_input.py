@@ -237,6 +237,8 @@ def test_calls_that_are_not_calls(strategy: sg.MirroredStrategy) -> None:
         strategy.run(3)  # type: ignore[arg-type]
     with pytest.raises(StrategyError, match=r"args is a tuple .* got Tensor"):
         strategy.run(len, args=torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(StrategyError, match=r"got Tensor; .* in one tuple: write .*args=\(x, y\)"):
+        strategy.run(len, torch.ones(2), torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(StrategyError, match="kwargs is a dict"):
         strategy.run(len, kwargs=[1])  # type: ignore[arg-type]
 

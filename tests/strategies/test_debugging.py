@@ -73,15 +73,36 @@ def test_anomaly_mode_reaches_replicas_and_leaves_them(strategy: sg.MirroredStra
     assert strategy.local_results(strategy.run(look)) == ((False, True), (False, True))
 
 
+def warn_in_a_child() -> None:
+    if rank() == 1:
+        warnings.warn("look here", UserWarning, stacklevel=1)
+        print("and there")
+
+
 def test_warnings_and_prints_of_a_child_carry_its_number(
     strategy: sg.MirroredStrategy, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def step() -> None:
-        if rank() == 1:
-            warnings.warn("look here", UserWarning, stacklevel=1)
-            print("and there")
-
-    strategy.run(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        strategy.run(warn_in_a_child)
     printed = capsys.readouterr()
     assert "UserWarning: look here" in next(line for line in printed.err.splitlines() if line.startswith("[replica 1]"))
     assert "[replica 1] and there" in printed.out
+
+
+def test_filters_of_warnings_hold_in_every_replica(
+    strategy: sg.MirroredStrategy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "LOOK", UserWarning)
+        with pytest.raises(UserWarning, match="look here"):
+            strategy.run(warn_in_a_child)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", category=pytest.PytestWarning)  # which a child need not know
+        warnings.filterwarnings("ignore", "look")
+        strategy.run(warn_in_a_child)
+        warnings.filterwarnings("always", "look")
+        assert "look here" not in capsys.readouterr().err
+        strategy.run(warn_in_a_child)
+    assert "look here" in capsys.readouterr().err

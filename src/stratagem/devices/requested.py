@@ -49,7 +49,7 @@ def parse(text: str) -> DeviceRequest:
         try:
             kind = parse_kind(word)
         except StratagemError as error:
-            raise DeviceConfigurationError(f"{entry.strip()!r} is not KIND:COUNT or KIND:all ({error})") from error
+            raise DeviceConfigurationError(f"{entry.strip()!r} is not KIND:COUNT or KIND:all ({error})") from None
         if kind in counts:
             raise DeviceConfigurationError(f"{kind} is given twice; give it once")
         if not (_COUNT.fullmatch(number) or (number == _ALL and kind != CPU)):
@@ -66,4 +66,4 @@ def read_variable(text: str | None) -> DeviceRequest | None:
     try:
         return parse(text)
     except DeviceConfigurationError as error:
-        raise EnvironmentVariableError(f"{DEVICES}={text!r}: {error}. Example: {DEVICES}=cpu:4") from error
+        raise EnvironmentVariableError(f"{DEVICES}={text!r}: {error}. Example: {DEVICES}=cpu:4") from None

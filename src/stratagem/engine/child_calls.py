@@ -21,7 +21,7 @@ from stratagem.engine.random_numbers import seed_of
 from stratagem.engine.recipe import Call, Recipe, Told
 from stratagem.engine.replica import Done, Replica
 from stratagem.engine.strategy_in_replica import StrategyInReplica
-from stratagem.objects import captured, per_replica, state_diff
+from stratagem.objects import captured, per_replica, state_diff, surroundings
 from stratagem.objects.step_arguments import StepArguments
 from stratagem.placement import scopes
 from stratagem.placement.home import stay_at
@@ -187,10 +187,10 @@ def _packed_result(result: Any) -> Any:
 
 
 @contextlib.contextmanager
-def surrounded_by(wanted: state_diff.Surroundings) -> Iterator[Sequence[PlacementRecord]]:
+def surrounded_by(wanted: surroundings.Surroundings) -> Iterator[Sequence[PlacementRecord]]:
     """A block for a function of the program, as if where it was given; yields where its operations run, if asked."""
     listening = log_placement() if wanted.logs else contextlib.nullcontext()
-    with state_diff.surrounded_by(wanted), listening as log, scopes.recording():
+    with surroundings.surrounded_by(wanted), listening as log, scopes.recording():
         yield log.records if log is not None else ()
 
 

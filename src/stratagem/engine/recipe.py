@@ -15,6 +15,7 @@ from stratagem.collectives.exchange_dtype import travels_as
 from stratagem.engine.sync import SumGradients, SyncPlan
 from stratagem.errors import StrategyError
 from stratagem.objects import state_diff
+from stratagem.objects.surroundings import Surroundings, surroundings
 from stratagem.processes.packing import plain_bytes, plain_values
 from stratagem.variables.copies import Written
 
@@ -137,7 +138,7 @@ class Call:
     seed: int | None
     changes: state_diff.Snapshot
     written: Written
-    surroundings: state_diff.Surroundings = dataclasses.field(default_factory=state_diff.surroundings)
+    surroundings: Surroundings = dataclasses.field(default_factory=surroundings)
 
     @property
     def number(self) -> int:
@@ -147,16 +148,16 @@ class Call:
     def told(self) -> "Told":
         """What a child is told of it: in every run, and most often nothing was changed or written."""
         steps = [(each.number, each.counts, each.sums) for each in self.steps]
-        plain = steps, self.num_alone, self.num_skipped, self.seed, state_diff.flattened(self.surroundings)
+        plain = steps, self.num_alone, self.num_skipped, self.seed, tuple(self.surroundings)
         return plain_bytes(plain), self.changes or None, None if self.written == _NOTHING_WRITTEN else self.written
 
     @classmethod
     def of(cls, told: "Told") -> "Call":
         """The call, in a child."""
-        steps, num_alone, num_skipped, seed, surroundings = plain_values(told[0])
+        steps, num_alone, num_skipped, seed, surrounding = plain_values(told[0])
         made = tuple([Step(*each) for each in steps])
         written = told[2] or _NOTHING_WRITTEN
-        return cls(made, num_alone, num_skipped, seed, told[1] or {}, written, state_diff.restored(surroundings))
+        return cls(made, num_alone, num_skipped, seed, told[1] or {}, written, Surroundings(*surrounding))
 
 
 Told: TypeAlias = tuple[bytes, state_diff.Snapshot | None, Written | None]

@@ -1,24 +1,18 @@
-"""Finds what the controller changed between two runs, besides the values of tensors (those `variables` find).
+"""Finds what the controller changed in distributed objects, besides the values of tensors (those `variables` find).
 
-In distributed objects: `training`, the parts that modules hold, `requires_grad`, hooks of tensors, the groups of an
-optimizer, the state of gradient scalers; other attributes are found by `captured`. Around a run: gradient mode,
-autocast and the like, which a replica must have as the main program has them.
+That is `training`, the parts that modules hold, `requires_grad`, hooks of tensors, the groups of an optimizer and the
+state of gradient scalers. Other attributes are found by `captured`.
 """
 
-import contextlib
-import functools
 import itertools
-import os
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from stratagem import _torch
-from stratagem.devices import kind_table
 from stratagem.errors import StrategyError
 from stratagem.objects.comparing import FIXED
-from stratagem.placement import log, resolution
 
 _NO_NAME = -1  # of a part that only this replica has
 
@@ -153,101 +147,3 @@ def _own(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return list(value) if type(value) is list else value
-
-
-# What surrounds a run
-
-
-class Surroundings(NamedTuple):
-    """What torch and the process are set to, apart from any object."""
-
-    grad: bool
-    inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    autocast_cache: bool
-    dtype: torch.dtype
-    deterministic: bool
-    deterministic_warns: bool
-    matmul_precision: str
-    anomalies: bool
-    anomalies_nan: bool
-    folder: str | None
-    soft: bool
-    prints: bool
-    logs: bool
-
-
-def surroundings() -> Surroundings:
-    """Those of this moment."""
-    return Surroundings(
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        tuple(
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in kind_table.autocast_types()
-            if torch.is_autocast_enabled(kind)
-        ),
-        torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.is_anomaly_enabled(),
-        torch.is_anomaly_check_nan_enabled(),
-        _folder(),
-        resolution.is_soft(),
-        log.is_printing(),
-        bool(log.listening()),
-    )
-
-
-@functools.lru_cache(maxsize=8)
-def flattened(these: Surroundings) -> tuple[Any, ...]:
-    """The same in numbers and texts, which travel at no cost."""
-    autocast = tuple((kind, _name(dtype)) for kind, dtype in these.autocast)
-    return tuple(these._replace(autocast=autocast, dtype=_name(these.dtype)))  # type: ignore[arg-type]
-
-
-@functools.lru_cache(maxsize=8)
-def restored(plain: tuple[Any, ...]) -> Surroundings:
-    """What `flattened` was given."""
-    those = Surroundings(*plain)
-    autocast = tuple((kind, getattr(torch, str(name))) for kind, name in those.autocast)
-    return those._replace(autocast=autocast, dtype=getattr(torch, str(those.dtype)))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def surrounded_by(wanted: Surroundings) -> contextlib.AbstractContextManager[Any]:
-    """Sets this process as another was: until the block ends, or for good what holds for the whole process."""
-    now = surroundings()
-    if now.dtype != wanted.dtype:
-        torch.set_default_dtype(wanted.dtype)
-    if (now.deterministic, now.deterministic_warns) != (wanted.deterministic, wanted.deterministic_warns):
-        torch.use_deterministic_algorithms(wanted.deterministic, warn_only=wanted.deterministic_warns)
-    if now.matmul_precision != wanted.matmul_precision:
-        torch.set_float32_matmul_precision(wanted.matmul_precision)
-    if (now.anomalies, now.anomalies_nan) != (wanted.anomalies, wanted.anomalies_nan):
-        torch.autograd.set_detect_anomaly(wanted.anomalies, wanted.anomalies_nan)
-    resolution.set_soft(wanted.soft)
-    if now.prints != wanted.prints:
-        log.set_printing(wanted.prints, mapping=False)
-    if now.folder != wanted.folder and wanted.folder is not None:
-        os.chdir(wanted.folder)
-    with contextlib.ExitStack() as put_back:
-        if wanted.inference:
-            put_back.enter_context(torch.inference_mode())
-        if torch.is_grad_enabled() != wanted.grad:
-            put_back.enter_context(torch.set_grad_enabled(wanted.grad))
-        for kind, dtype in wanted.autocast:
-            put_back.enter_context(torch.autocast(kind, dtype, cache_enabled=wanted.autocast_cache))
-        return put_back.pop_all()
-
-
-def _folder() -> str | None:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:  # it has been removed
-        return None

@@ -417,7 +417,8 @@ class Strategy(StaysHere, ABC):
                 f"or async; return the values, in a list if there are several"
             )
         if not isinstance(args, tuple | list | inputs.Pass | inputs.Distributed):
-            raise StrategyError(f"args is a tuple of arguments, got {type(args).__name__}; {_instead_of(args, fn)}")
+            instead = _instead_of(args, kwargs, fn)
+            raise StrategyError(f"args is a tuple of arguments, got {type(args).__name__}; {instead}")
         if kwargs is not None and not isinstance(kwargs, dict):
             raise StrategyError(f"kwargs is a dict of keyword arguments, got {type(kwargs).__name__} {kwargs!r}")
         if kwargs and not all(isinstance(name, str) for name in kwargs):
@@ -558,8 +559,10 @@ def _takes(fn: Callable[..., Any], number: int) -> bool:
     return True
 
 
-def _instead_of(args: Any, fn: Callable[..., Any]) -> str:
+def _instead_of(args: Any, kwargs: Any, fn: Callable[..., Any]) -> str:
     """What to write where `args` is not a tuple."""
+    if kwargs is not None and not isinstance(kwargs, dict):
+        return "the arguments of the function stand in one tuple: write `strategy.run(step, args=(x, y))`"
     if _is_per_replica(args) or isinstance(args, torch.Tensor):
         return "a batch that is one tensor is one argument: write `strategy.run(step, args=(batch,))`"
     if isinstance(args, dict):

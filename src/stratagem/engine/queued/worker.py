@@ -68,7 +68,7 @@ class StepCall(NamedTuple):
         number: Which call of this worker, from 1.
         seed: New seed of random numbers, if any.
         changes: What the main program changed in distributed objects, besides tensors.
-        surroundings: What torch is set to around the step.
+        surroundings: What torch and the process are set to around the step.
         version: What the main program may have seen by now: the step computes with that or with newer values.
         num_pushed: How many pushes of this step an earlier worker made before it was lost.
         round: For synchronous training: which step, and this worker's examples in it.

@@ -10,6 +10,7 @@ from stratagem.engine.queued.worker import StepAnswer, StepCall, WorkerRuntime, 
 from stratagem.engine.random_numbers import seed_of
 from stratagem.objects import state_diff
 from stratagem.objects.captured import Delivery
+from stratagem.objects.surroundings import Surroundings
 from stratagem.parameters.local.gradient_slots import GradientSlots
 from stratagem.parameters.local.shared_variables import SharedMemoryOfShards
 from stratagem.parameters.local.slot_memory import StateMemory
@@ -56,7 +57,7 @@ def run(
     state_diff.apply(call.changes, this_child().registry.resolve)  # type: ignore[union-attr]
     if call.seed is not None:
         child_calls.seed_everything(seed_of(call.seed, worker.worker))
-    with child_calls.surrounded_by(state_diff.restored(call.surroundings)) as placed:
+    with child_calls.surrounded_by(Surroundings(*call.surroundings)) as placed:
         answer = worker.execute(call, function, args, kwargs)
     return answer._replace(placed=tuple(placed))
 

@@ -29,8 +29,9 @@ from stratagem.engine.queued.step import QueuedStep
 from stratagem.engine.queued.worker import StepAnswer, StepCall, WorkerSettings
 from stratagem.engine.random_numbers import RandomNumbers
 from stratagem.errors import StratagemError, StrategyError
-from stratagem.objects import per_replica, state_diff
+from stratagem.objects import per_replica
 from stratagem.objects.step_arguments import StepArguments
+from stratagem.objects.surroundings import surroundings
 from stratagem.objects.tracking import Tracker
 from stratagem.parameters.local.gradient_slots import PER_RUN, Round
 from stratagem.parameters.local.shared_variables import SharedMemoryOfShards
@@ -280,7 +281,7 @@ class ParameterWorkers(Driver):
         self, function: Any, args: Any, kwargs: Any, *, own_round: Round | None = None, worker: int | None = None
     ) -> QueuedStep:
         """A step that can be entered, at the settings of this moment."""
-        told = state_diff.flattened(state_diff.surroundings()), own_round
+        told = tuple(surroundings()), own_round
         return QueuedStep(function, args, kwargs, told=told, worker=worker, run_number=self.num_runs)
 
     def attend(self, *, wait: bool = False) -> None:
