@@ -269,7 +269,7 @@ def values_given_in_many_ways(on: Runner) -> Any:
     )
 
 
-@programs()
+@programs(tolerance=1e-5)  # with weights that are drawn anew, sums of large gradients nearly cancel
 def loaded_from_a_state_dict(on: Runner) -> Any:
     def other(training: Training) -> dict[str, torch.Tensor]:
         torch.manual_seed(6)

@@ -113,7 +113,8 @@ def test_layers_built_in_different_scopes_train_as_one(optimizer: str) -> None:
     first, second = make_layers()
     model = nn.Sequential(sg.place(first, "/gpu:0"), sg.place(second, "/gpu:1"))
     placed = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
-    assert train(model, placed) == expected
+    # torch adds up the norms of the gradients device by device, in an order of its own.
+    assert train(model, placed) == pytest.approx(expected, rel=1e-6)
     assert where(model(torch.ones(2, 8))) == "GPU:1"
     for part, device in ((first, "GPU:0"), (second, "GPU:1")):
         for parameter in part.parameters():
