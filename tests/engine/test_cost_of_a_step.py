@@ -6,6 +6,7 @@ Python does not grow with the number of layers.
 
 import collections
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 import stratagem as sg
 from stratagem.processes.pipe import Wire
 
+_LIBRARY = f"{Path(sg.__file__).parent}/"
 _SMALL_BYTES = 2048
 _MOST_CALLS = 700
 _MOST_CALLS_FOR_A_CHILD = 75
@@ -36,8 +38,8 @@ class Counted:
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
         file = frame.f_code.co_filename
-        if event == "call" and "/stratagem/" in file and "/tests/" not in file:
-            self.calls[f"{file.rpartition('/stratagem/')[2]}:{frame.f_code.co_name}"] += 1
+        if event == "call" and file.startswith(_LIBRARY):
+            self.calls[f"{file.removeprefix(_LIBRARY)}:{frame.f_code.co_name}"] += 1
 
 
 def count(monkeypatch: pytest.MonkeyPatch, num_layers: int, make_optimizer: Any, size: int = 2) -> Counted:

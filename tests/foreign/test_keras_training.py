@@ -487,6 +487,7 @@ def test_programs_that_wait_for_each_step_with_asynchronous_workers(
     program.check(asynchronous)
 
 
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
 def test_metrics_of_every_kind_with_asynchronous_workers(asynchronous: sg.Strategy) -> None:
     # Without training, so that no order of the steps matters.
     models = [made(on, tracking) for on in (Plain(), Distributed(asynchronous))]
