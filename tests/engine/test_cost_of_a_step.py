@@ -21,6 +21,7 @@ _LIBRARY = f"{Path(sg.__file__).parent}/"
 _SMALL_BYTES = 2048
 _MOST_CALLS = 700
 _MOST_CALLS_FOR_A_CHILD = 75
+_NUM_COUNTED = 3
 _LEEWAY = 32  # a longer range is summed and updated by a few calls more
 OPTIMIZERS = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
@@ -56,29 +57,35 @@ def count(monkeypatch: pytest.MonkeyPatch, num_layers: int, make_optimizer: Any,
             return loss
 
         batch = torch.randn(16, 8), torch.randint(8, (16,))
-        batches = iter(strategy.distribute([batch] * 8))
+        batches = iter(strategy.distribute([batch] * (7 + _NUM_COUNTED)))
         for _ in range(7):
             strategy.run(step, args=next(batches))
-        last, counted = next(batches), Counted()
-        send, receive = Wire.send_packed, Wire.receive
+        found = [count_run(monkeypatch, strategy, step, last) for last in batches]
+    # On a busy machine replicas wait for each other for long, and look after each other meanwhile.
+    return min(found, key=lambda counted: counted.calls.total())
 
-        def noting_send(self: Wire, packed: Any) -> None:
-            counted.sent.append(len(packed.data) + sum(map(len, packed.buffers)))
-            send(self, packed)
 
-        def noting_receive(self: Wire) -> Any:
-            counted.num_received += 1
-            return receive(self)
+def count_run(monkeypatch: pytest.MonkeyPatch, strategy: sg.Strategy, step: Any, args: Any) -> Counted:
+    counted = Counted()
+    send, receive = Wire.send_packed, Wire.receive
 
-        with monkeypatch.context() as patched:
-            patched.setattr(Wire, "send_packed", noting_send)
-            patched.setattr(Wire, "receive", noting_receive)
-            before = sys.getprofile()
-            sys.setprofile(counted.note)
-            try:
-                strategy.run(step, args=last)
-            finally:
-                sys.setprofile(before)
+    def noting_send(self: Wire, packed: Any) -> None:
+        counted.sent.append(len(packed.data) + sum(map(len, packed.buffers)))
+        send(self, packed)
+
+    def noting_receive(self: Wire) -> Any:
+        counted.num_received += 1
+        return receive(self)
+
+    with monkeypatch.context() as noting:
+        noting.setattr(Wire, "send_packed", noting_send)
+        noting.setattr(Wire, "receive", noting_receive)
+        before = sys.getprofile()
+        sys.setprofile(counted.note)
+        try:
+            strategy.run(step, args=args)
+        finally:
+            sys.setprofile(before)
     return counted
 
 
