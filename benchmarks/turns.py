@@ -64,22 +64,23 @@ def rounds(*, leads: bool = True) -> Iterator[Callable[[Figures], None]]:
 def take_turns(
     commands: Mapping[Key, Sequence[str]], number: int, environment: Mapping[str, str]
 ) -> dict[Key, list[Figures]]:
-    """Starts programs one after the other and lets them measure in a number of rounds, every other one turned around.
+    """Starts programs and lets them measure in a number of rounds, every other one turned around.
 
     Raises:
         CommandFailed: One of them failed; none is left.
     """
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         stack.callback(end_all, set(descendants(os.getpid())))
-        programs = {}
+        programs, servers = {}, {}
         for place, (key, command) in enumerate(commands.items()):
-            server = stack.enter_context(socket.socket(socket.AF_UNIX))
+            servers[key] = server = stack.enter_context(socket.socket(socket.AF_UNIX))
             server.bind(address := f"{folder}/{place}")
             server.listen()
             output = stack.enter_context(Path(f"{address}.out").open("w+b"))
             own = {_ADDRESS: address, _NUM_ROUNDS: str(number), "BENCHMARK_STARTED": repr(time.time())}
             programs[key] = _Program(key, start(command, {**environment, **own}, output), output)
-            stack.enter_context(programs[key].accepted(server))
+        for key, program in programs.items():  # they have started side by side
+            stack.enter_context(program.accepted(servers[key]))
         found: dict[Key, list[Figures]] = {key: [] for key in programs}
         for each in range(number):
             for key in programs if each % 2 == 0 else reversed(programs):

@@ -16,7 +16,7 @@ from torch.optim import swa_utils
 import stratagem as sg
 from tests.foreign.programs import SELDOM, Program, Programs, Runner
 
-programs = Programs(seldom=SELDOM)
+programs = Programs(seldom=(*SELDOM, "2 workers of 1"))
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 
 OPTIMIZERS: tuple[Callable[..., torch.optim.Optimizer], ...] = (
@@ -145,7 +145,7 @@ def late_parameters_leave_with_their_group(on: Runner) -> Any:
     return changed(on, late_head_leaves, late_head_leaves_with_its_optimizer, kinds=OPTIMIZERS)
 
 
-@programs()
+@programs(seldom=SELDOM)
 def layer_replaced(on: Runner) -> Any:
     def in_the_same_group(training: Training) -> None:
         training.new_head(bias=False)
@@ -233,7 +233,7 @@ def frozen_and_thawed(on: Runner) -> Any:
 # Values
 
 
-@programs()
+@programs(seldom=SELDOM)
 def values_given_in_many_ways(on: Runner) -> Any:
     def data_assigned(training: Training) -> None:
         for each in training.model.parameters():

@@ -169,7 +169,9 @@ class Namespace(Kind):
         return {key: obj[key] for key in self.names if key in obj}
 
     def identities(self, obj: Any) -> tuple[int, ...] | None:
-        return _ITEMS.identities(self.read(obj))
+        if self.is_whole:
+            return _ITEMS.identities(obj)  # with what is no state: it seldom changes, and to leave it out costs more
+        return tuple(map(id, map(obj.get, self.names, itertools.repeat(_NOTHING))))
 
     def used(self, obj: Any) -> Iterable[Any]:
         return _ITEMS.used(self.read(obj))

@@ -156,3 +156,9 @@ def test_outside_a_scope_it_is_refused_as_keras_does() -> None:
     model = build(lambda: sequential(steps_per_execution=3), None)
     with pytest.raises(ValueError, match="`steps_per_execution` must be 1 with the PyTorch backend"):
         model.fit(X, Y, batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "auto", 2.0, None])
+def test_compile_refuses_what_is_no_number_of_steps(mirrored: sg.Strategy, wrong: Any) -> None:
+    with pytest.raises(sg.errors.StrategyError, match="steps_per_execution is a positive int, got"):
+        build(lambda: sequential(steps_per_execution=wrong), mirrored)

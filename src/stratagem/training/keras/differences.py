@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from stratagem._caller import warn_caller
+from stratagem._checks import require_count
 from stratagem.errors import StrategyError
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.metrics import Metric
@@ -20,8 +21,9 @@ def refuse(model: Any, strategy: Strategy) -> None:
     """Refuses what cannot be done.
 
     Raises:
-        StrategyError: The model has a state for each row of a batch.
+        StrategyError: The model has a state for each row of a batch, or no number of steps for each execution.
     """
+    require_count(steps_per_execution=model.steps_per_execution)
     number = strategy.num_replicas_in_sync
     stateful = [each.name for each in model._flatten_layers() if isinstance(each, keras.layers.RNN) and each.stateful]
     if stateful and number > 1:
