@@ -442,6 +442,40 @@ def optimizer_swapped(on: Runner) -> Any:
     )
 
 
+class Doubled:
+    factor = 2.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factor * x
+
+
+class Halved(Doubled):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x / self.factor
+
+
+@programs()
+def object_becomes_another_class(on: Runner) -> Any:
+    with on.scope():
+        torch.manual_seed(3)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scale, found = Doubled(), []
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = scale(model(x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    batch = (torch.randn(7, 3, generator=torch.Generator().manual_seed(1)),)
+    for kind, factor in ((Doubled, 2.0), (Halved, 4.0), (Halved, 3.0), (Doubled, 0.5)):
+        scale.__class__, scale.factor = kind, factor  # type: ignore[assignment]
+        found += [on.mean(on(step, *batch)) for _ in range(2)]
+    return found, model.state_dict()
+
+
 # Copies
 
 

@@ -71,6 +71,11 @@ class Options:
         return self.rate / 2
 
 
+class OtherOptions(Options):
+    def scaled(self) -> int:
+        return 3 * self.rate
+
+
 @dataclasses.dataclass
 class Data:
     values: list[int]
@@ -115,6 +120,7 @@ MUTABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "deque of a subclass": (lambda: Queue([1]), lambda value: value.append(2)),
     "bytearray": (lambda: bytearray(b"a"), lambda value: value.extend(b"b")),
     "object": (Options, lambda value: setattr(value, "rate", 2)),
+    "class of an object": (Options, lambda value: setattr(value, "__class__", OtherOptions)),
     "slots": (Slotted, lambda value: setattr(value, "x", 2)),
     "slots of a base": (SlottedBelow, lambda value: setattr(value, "x", 2)),
     "attribute of a str": (lambda: Text("x"), lambda value: setattr(value, "tag", 2)),

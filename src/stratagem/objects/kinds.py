@@ -54,8 +54,7 @@ class _Items(Kind):
 @final
 class _Attributes(Kind):
     def read(self, obj: Any) -> Mapping[Any, Any]:
-        members: dict[str, Any] = vars(obj)
-        return members
+        return {_OWN_CLASS: type(obj), **vars(obj)}
 
     def identities(self, obj: Any) -> tuple[int, ...] | None:
         members = vars(obj)
@@ -65,9 +64,15 @@ class _Attributes(Kind):
         return type(obj), *vars(obj), *vars(obj).values()
 
     def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
+        own = dict(members)
+        if (kind := own.pop(_OWN_CLASS, type(obj))) is not type(obj):
+            obj.__class__ = kind
         for key in removed:
             vars(obj).pop(key, None)
-        vars(obj).update(members)
+        vars(obj).update(own)
+
+
+_OWN_CLASS: Final = "__class__"
 
 
 @final
