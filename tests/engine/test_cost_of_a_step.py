@@ -22,6 +22,8 @@ _LIBRARY = f"{Path(sg.__file__).parent}/"
 _SMALL_BYTES = 2048
 _MOST_CALLS = 650
 _MOST_CALLS_FOR_A_CHILD = 75
+_MOST_FILES = 25
+_BEGINS, _ASIDE = "engine/replica.py:_one_step", "processes/group.py:watch"  # which looks after others in a wait
 _NUM_WARM_UP, _NUM_COUNTED = notices.NUM_LOOKS + 2, 3
 _LEEWAY = 32  # a longer range is summed and updated by a few calls more
 OPTIMIZERS = {
@@ -35,13 +37,21 @@ class Counted:
 
     def __init__(self) -> None:
         self.calls: collections.Counter[str] = collections.Counter()
+        self.files_of_step: set[str] = set()  # between the batch and the state after the update, in replica 0
         self.sent: list[int] = []
         self.num_received = 0
+        self._depth = 0
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
-        file = frame.f_code.co_filename
-        if event == "call" and file.startswith(_LIBRARY):
-            self.calls[f"{file.removeprefix(_LIBRARY)}:{frame.f_code.co_name}"] += 1
+        path = frame.f_code.co_filename
+        if event in ("call", "return") and path.startswith(_LIBRARY):
+            file = path.removeprefix(_LIBRARY)
+            name = f"{file}:{frame.f_code.co_name}"
+            if name in (_BEGINS, _ASIDE):
+                self._depth += 1 if (name == _BEGINS) == (event == "call") else -1
+            if event == "call":
+                self.calls[name] += 1
+                self.files_of_step |= {file} if self._depth > 0 else set()
 
 
 def count(monkeypatch: pytest.MonkeyPatch, num_layers: int, make_optimizer: Any, size: int = 2) -> Counted:
@@ -108,6 +118,13 @@ def test_a_steady_step_sends_one_small_message_and_does_nothing_for_each_tensor(
     assert sum(more.values()) <= _LEEWAY, more
     assert "objects/captured.py:delivery" not in many.calls  # all that the function can reach is found as it was
     assert many.calls.total() < _MOST_CALLS, many.calls.total()
+
+
+def test_a_step_passes_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Who has to wait looks at the clock besides.
+    files = count(monkeypatch, 20, OPTIMIZERS["momentum"]).files_of_step - {"_clock.py"}
+    assert "engine/replica.py" in files
+    assert len(files) <= _MOST_FILES, sorted(files)
 
 
 def test_a_child_more_costs_its_rows_and_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:

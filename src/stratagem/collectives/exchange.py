@@ -142,8 +142,8 @@ class WindowExchange:
             whole = [piece for piece in of_small if self._is_whole(piece)]
             cut = [piece for piece in of_small if not self._is_whole(piece)]
             self._windows.append(_Window(start, shown, whole, cut, self._runs(own)))
-        is_alone = further and size == 1
-        self._in_place = SegmentsInPlace(self._segments if is_alone else (), small, width, total, self._sum)
+        self._is_alone = further and size == 1
+        self._in_place = SegmentsInPlace(self._segments if self._is_alone else (), small, width, total, self._sum)
         # Where small pieces are shown, for each window and each of its buffers.
         self._places: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._gaps: dict[int, torch.Tensor] = {}  # what lies between segments that are summed together
@@ -230,7 +230,7 @@ class WindowExchange:
         rank = self._signals.rank
         has_all = type(None) not in set(map(type, vectors))
         self._presence[rank] = has_all or [vector is not None for vector in vectors]
-        finite = self._in_place.take_rest(vectors, PLACED)
+        finite = not self._is_alone or self._in_place.take_rest(vectors, PLACED)
         self._between, self._last = between, None
         num_early, self._num_early = self._num_early, 0
         rest = range(len(self._windows) - num_early)
@@ -264,7 +264,8 @@ class WindowExchange:
 
     def let_go(self) -> None:
         """Leaves the memory of these segments to whoever has been given the sums."""
-        self._in_place.let_go()
+        if self._is_alone:
+            self._in_place.let_go()
 
     def next_segments(self) -> range:
         """The segments that the next window to be sent early consists of."""
@@ -416,7 +417,7 @@ class WindowExchange:
 
     def _sum_piece(self, vector: torch.Tensor | None, piece: Piece, slots: torch.Tensor, start: int) -> bool:
         segment, first, last = piece
-        if vector is PLACED or segment in self._in_place:
+        if vector is PLACED or (self._is_alone and segment in self._in_place):
             return True  # for now: other machines have yet to add theirs
         offset, parts = self._segments[segment][0], []
         for rank in range(self._signals.size):

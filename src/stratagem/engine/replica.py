@@ -35,7 +35,7 @@ from stratagem.processes.numbered import numbered
 from stratagem.processes.packing import part_of_messages
 from stratagem.processes.region import Region
 from stratagem.variables import aggregation, buffers
-from stratagem.variables.central_updates import CentralUpdate, refuse_inside_another
+from stratagem.variables.central_updates import CentralUpdate
 from stratagem.variables.copies import Copies, Written
 from stratagem.variables.optimizer_slices import StateElsewhere, parameters_of, put_step
 from stratagem.variables.private import PrivateCopies
@@ -209,7 +209,8 @@ class Replica:
                     "call it in the function that you run"
                 )
             own: Any = held()
-            refuse_inside_another(own)
+            if once is not None:
+                once.refuse_inside_another(own)
             _torch.mark_stepped(own)
             with self.signals.meeting_for(Purpose.UPDATE), scopes.recording():
                 if update is not None:

@@ -1,7 +1,8 @@
 """How far workers may be apart: the one dial of a parameter server.
 
 A consistency only decides; it neither waits nor counts. Who asks it on one machine is `local.gate` and
-`engine.queued`, between machines `network.server.pacing`: a new one is a class here, and both obey it.
+`engine.queued`, between machines `network.server.pacing`: a new one that decides by counts is a class here, and both
+obey it.
 """
 
 import abc

@@ -26,21 +26,9 @@ from stratagem.variables.participant import Updating
 
 _WORDS = (
     "replica 0 makes the update for all replicas, and only it has the state of this {}; a step may replace it but "
-    "not read it: read and "
-    "change optimizer.state between two runs"
+    "not read it: read and change optimizer.state between two runs"
 )
-
-
 _under_way: list[str] = []  # classes of optimizers whose step this process is in
-
-
-def refuse_inside_another(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses the step of an optimizer inside that of one that replica 0 runs for all: the others do not come there."""
-    if _under_way:
-        raise StrategyError(
-            f"{_under_way[-1]}.step() calls {type(optimizer).__name__}.step(), but only replica 0 updates variables "
-            f"that are kept once, and the other replicas never make that call; use MirroredStrategy"
-        )
 
 
 @final
@@ -58,6 +46,15 @@ class CentralUpdate:
         self._kept_on = kept_on
         # By parameter, which is not kept alive: the copy, and the parameter's version when they were last the same.
         self._kept: Any = WeakIdKeyDictionary()
+
+    @staticmethod
+    def refuse_inside_another(optimizer: torch.optim.Optimizer) -> None:
+        """Refuses the step of an optimizer inside that of one that replica 0 runs: the others do not come there."""
+        if _under_way:
+            raise StrategyError(
+                f"{_under_way[-1]}.step() calls {type(optimizer).__name__}.step(), but only replica 0 updates "
+                f"variables that are kept once, and the other replicas never make that call; use MirroredStrategy"
+            )
 
     def step(self, optimizer: torch.optim.Optimizer, whole: Callable[..., Any]) -> None:
         """Updates, and makes it known to all replicas; every one must come here."""
