@@ -126,7 +126,7 @@ def test_a_part_that_nobody_knows_yet_is_found_in_every_look() -> None:
 def test_a_hook_of_the_program_beside_one_of_the_library_is_found() -> None:
     model = Net()
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(_torch.LibraryHook(lambda _: None))
+        parameter.register_post_accumulate_grad_hook(_torch.gradient_hooks.LibraryHook(lambda _: None))
     _, steady = registered(model)
     assert steady.look()
     model.first.weight.register_post_accumulate_grad_hook(lambda _: None)

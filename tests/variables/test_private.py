@@ -260,11 +260,11 @@ def test_what_is_written_through_data_that_was_kept_reaches_the_replicas(strateg
         assert [each.tolist() for each in seen] == [[number] * 4] * 3
     del memory, kept
     strategy.run(lambda: given.sum() + taken.sum())
-    assert not {id(given), id(taken)} & _torch.data_reads._by_id.keys()
+    assert not {id(given), id(taken)} & _torch.storages.data_reads._by_id.keys()
     foreign = nn.Parameter(torch.ones(2))
     foreign.data.mul_(2)
     del foreign
-    assert all(reference() is not None for reference, _ in _torch.data_reads._by_id.values())
+    assert all(reference() is not None for reference, _ in _torch.storages.data_reads._by_id.values())
 
 
 def test_optimizer_that_runs_whole_shows_and_takes_its_state(strategy: sg.MirroredStrategy) -> None:

@@ -151,7 +151,7 @@ def test_large_gradient_becomes_its_sum() -> None:
     assert [each.unique().tolist() for each in sums] == [[2.0], [3.0], [4.0]]
     assert storages(sums[2:]) < storages(other.sums)
     del other.sums[:]
-    assert _torch.num_storage_users(sums[2]) == _torch.NUM_OWN_USERS
+    assert _torch.storages.num_storage_users(sums[2]) == _torch.storages.NUM_OWN_USERS
 
 
 def test_sums_that_are_made_elsewhere_take_no_shared_memory() -> None:

@@ -370,7 +370,7 @@ class WindowExchange:
             places = [place for place, source in zip(places, sources, strict=True) if source is not None]
             sources = [source for source in sources if source is not None]
         if places:
-            _torch.foreach_copy_(places, sources)
+            _torch.tensors.foreach_copy_(places, sources)
 
     def _is_whole(self, piece: Piece) -> bool:
         return piece[2] - piece[1] == self._segments[piece[0]][1]

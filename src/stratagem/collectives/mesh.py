@@ -290,7 +290,7 @@ def _divided(window: torch.Tensor, size: int) -> list[torch.Tensor]:
 
 def _bytes(row: torch.Tensor) -> "np.ndarray[Any, Any]":
     """The memory of a flat tensor."""
-    return _torch.numpy_of(row.view(torch.uint8))  # type: ignore[no-any-return]
+    return _torch.tensors.numpy_of(row.view(torch.uint8))  # type: ignore[no-any-return]
 
 
 def _nobody(_: float) -> None:

@@ -47,7 +47,8 @@ class StrictGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         return self._begin("allgather", inputs[0], self._gloo.allgather, *both, *_given(opts))
 
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Any:
-        return self._begin("allgather", source, _torch.allgather_into, self._gloo, *_hosts([output, source]))
+        gather = _torch.collective_groups.allgather_into
+        return self._begin("allgather", source, gather, self._gloo, *_hosts([output, source]))
 
     def alltoall_base(
         self, output: torch.Tensor, source: torch.Tensor, outputs: list[int], inputs: list[int], opts: Any = None
@@ -76,7 +77,7 @@ class StrictGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
 
 def _hosts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    with _torch.without_function_modes():
+    with _torch.modes.without_function_modes():
         return [device_memory.to_host(each) if each.device.type == HELD.torch_type else each for each in tensors]
 
 

@@ -259,7 +259,7 @@ class TorchDistributed(Collective):
         return self._group(source).alltoall_base(_bytes(target), _bytes(source), [], [])
 
     def _allgather(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        return _torch.allgather_into(self._group(source), _bytes(target), _bytes(source))
+        return _torch.collective_groups.allgather_into(self._group(source), _bytes(target), _bytes(source))
 
     def _broadcast(self, row: torch.Tensor, root: int) -> Any:
         options = _c10d.BroadcastOptions()
@@ -347,12 +347,12 @@ class TorchDistributed(Collective):
 
     def _connect_gloo(self, name: str = "gloo") -> Any:
         device = _c10d.ProcessGroupGloo.create_device(hostname=self._address)
-        options = _torch.gloo_options(timedelta(seconds=self._start_timeout_s), [device])
+        options = _torch.collective_groups.gloo_options(timedelta(seconds=self._start_timeout_s), [device])
         store = _c10d.PrefixStore(name, self._store)
         before = connections_on(self._address)
         group = _c10d.ProcessGroupGloo(store, self.rank, self.size, options)
         self._sockets += connections_on(self._address) - before
-        _torch.set_timeout(group, timedelta(seconds=self.timeout_s))
+        _torch.collective_groups.set_timeout(group, timedelta(seconds=self.timeout_s))
         return group
 
 

@@ -212,7 +212,7 @@ def _autocast_types(*_: object) -> tuple[str, ...]:
 def _known() -> Iterator[DeviceKind]:
     """The rows whose type this process has: not those of packages that are not loaded, but that of strict devices."""
     for row in rows():
-        if not HELD.has(row.torch_type) and _torch.knows_device_type(row.torch_type):
+        if not HELD.has(row.torch_type) and _torch.private_slot.knows_device_type(row.torch_type):
             yield row
     if HELD.kind:
         yield _strict(row_of(HELD.kind))

@@ -30,10 +30,11 @@ class GroupBackend:
 
 def registered(name: str) -> GroupBackend:
     """A backend that a package beside torch registers with torch.distributed, such as `hccl`."""
-    return GroupBackend(name, partial(_torch.is_group_registered, name), partial(_torch.registered_group, name))
+    groups = _torch.collective_groups
+    return GroupBackend(name, partial(groups.is_group_registered, name), partial(groups.registered_group, name))
 
 
 def registered_for(torch_type: str) -> GroupBackend | None:
     """The backend that a package has registered for a type of device, if one has."""
-    name = _torch.registered_group_of(torch_type)
+    name = _torch.collective_groups.registered_group_of(torch_type)
     return None if name is None else registered(name)

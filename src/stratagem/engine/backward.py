@@ -38,14 +38,14 @@ def install() -> None:
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         if context.current_runs and context.state.replicas:  # a thread of the program's own is not in the run
             own = context.current_runs[-1].backward
-            _torch.not_compiled(own, _original_backward, tensors, grad_tensors, *args, **kwargs)
+            _torch.compiling.not_compiled(own, _original_backward, tensors, grad_tensors, *args, **kwargs)
         elif _home.thread == threading.get_ident() and (context.open_runtimes or pending_parameters()):
             _backward_outside(tensors, grad_tensors, *args, **kwargs)
         else:
             _original_backward(tensors, grad_tensors, *args, **kwargs)
 
     torch.autograd.backward = backward
-    _torch.call_before_clips(_sum_set_gradients)
+    _torch.backward_passes.call_before_clips(_sum_set_gradients)
 
 
 def _sum_set_gradients(parameters: Sequence[torch.Tensor]) -> None:

@@ -438,7 +438,7 @@ def in_pass() -> Iterator[None]:
 
 
 def _replicas_here() -> list[ReplicaContext]:
-    if state.replicas or not _passes or not _torch.is_in_backward_pass():
+    if state.replicas or not _passes or not _torch.backward_passes.is_in_backward_pass():
         return state.replicas
     return _passes[-1]
 

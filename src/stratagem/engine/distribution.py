@@ -176,7 +176,7 @@ class Distribution:
         tensors: list[Any] = [each for each in pending if isinstance(each, torch.Tensor)]
         for module in (each for top in pending if isinstance(top, torch.nn.Module) for each in top.modules()):
             # Not by `parameters()`: layers of Keras, which may be half built, would take that for the end of it.
-            tensors += [*_torch.own_parameters_of(module).values(), *_torch.buffers_of(module).values()]
+            tensors += _torch.module_parts.own_tensors(module)
         for tensor in tensors:
             if tensor is not None and _can_be_moved(tensor):
                 bring(tensor, device)
@@ -234,8 +234,8 @@ class Distribution:
         """
         name = self.registry.reference(obj)
         if name is None and isinstance(obj, torch.nn.Module | torch.optim.Optimizer | torch.Tensor):
-            if _torch.is_compiled_module(obj) and not any(_torch.hooks_in(vars(obj))):
-                if (inside := _torch.uncompiled(obj)) in self.registry:
+            if _torch.compiling.is_compiled_module(obj) and not any(_torch.module_parts.hooks_in(vars(obj))):
+                if (inside := _torch.compiling.uncompiled(obj)) in self.registry:
                     return None  # it is made again around the one that replicas have
                 obj = inside
             self._refuse(obj, given)
@@ -346,7 +346,7 @@ class Distribution:
                 self._check_optimizer(obj, new)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer, new: set[int]) -> None:
-        _torch.refuse_compiled_step(vars(optimizer).get("step"))
+        _torch.compiling.refuse_compiled_step(vars(optimizer).get("step"))
         parameters = parameters_of(optimizer)
         foreign = [each for each in self.registry.without_name(parameters) if id(each) not in new]
         if foreign and not isinstance(foreign[0], torch.nn.Parameter):

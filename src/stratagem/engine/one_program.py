@@ -46,7 +46,7 @@ class DeviceVariables:
         self._loose = [each for each in self._loose if each() is not None]
         self._loose += [weakref.ref(each) for each in made if isinstance(each, torch.Tensor)]
         for module in list(self._modules):
-            for tensor in _torch.own_tensors(module):
+            for tensor in _torch.module_parts.own_tensors(module):
                 if tensor is not None and tensor.is_cpu:
                     _bring(tensor)
         for reference in self._loose:
@@ -60,12 +60,12 @@ class DeviceVariables:
 def _bring(tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided:
         return
-    hooks = _torch.program_hooks(tensor)
+    hooks = _torch.gradient_hooks.program_hooks(tensor)
     if hooks is not None:
-        _torch.drop_hooks(tensor)
+        _torch.gradient_hooks.drop_hooks(tensor)
     tensor.data = tensor.data.to(xla.DEVICE)
     if hooks is not None:
-        _torch.set_program_hooks(tensor, hooks)
+        _torch.gradient_hooks.set_program_hooks(tensor, hooks)
 
 
 def _bring_state(optimizer: torch.optim.Optimizer) -> None:
@@ -185,7 +185,7 @@ class OnDevices(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_makers = functools.cache(_torch.functions_with_device)
+_makers = functools.cache(_torch.modes.functions_with_device)
 
 
 class _StepOfThread(threading.local):
@@ -203,7 +203,7 @@ class _StepOfThread(threading.local):
     def put_back(self) -> None:
         """Ends an update."""
         if self.is_aside and self.mode is not None:
-            _torch.push_function_mode(self.mode)
+            _torch.modes.push_function_mode(self.mode)
         self.is_aside = False
 
 
@@ -224,10 +224,10 @@ def _watch_updates() -> None:
         if _has_closure(args, kwargs):
             _here.num_with_closure += 1
             return
-        top = _torch.pop_function_mode()
+        top = _torch.modes.pop_function_mode()
         _here.is_aside = top is _here.mode
         if not _here.is_aside:
-            _torch.push_function_mode(top)
+            _torch.modes.push_function_mode(top)
 
     def end(_: Any, args: Any, kwargs: Any) -> None:
         if _has_closure(args, kwargs):

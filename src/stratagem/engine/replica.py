@@ -211,7 +211,7 @@ class Replica:
             own: Any = held()
             if once is not None:
                 once.refuse_inside_another(own)
-            _torch.mark_stepped(own)
+            _torch.optimizer_parts.mark_stepped(own)
             with self.signals.meeting_for(Purpose.UPDATE), scopes.recording():
                 if update is not None:
                     return update.step(closure)
@@ -355,7 +355,7 @@ class Replica:
         """
         self.run_number, self.num_alone, self._num_skipped = call.number, call.num_alone, call.num_skipped
         self._num_steps = 0
-        _torch.keep_out_of_compiled_code()
+        _torch.compiling.keep_out_of_compiled_code()
         self.signals.enter(call.number)
         context.state.replicas.append(ReplicaContext(self.global_rank, self.collective, self.strategy, replica=self))
         context.current_runs.append(self)
@@ -425,8 +425,9 @@ class Replica:
         result = per_replica.brought(result, torch.device("cpu"), computes_on=self.device)
         if parts is not None:
             new_parts.refuse_new(self.distributed(), parts)
-        buffers.take_in(held)
-        self.copies.choose(aggregation.chosen_in(held))
+        if held:
+            buffers.take_in(held)
+            self.copies.choose(aggregation.chosen_in(held))
         with self.signals.meeting_for(Purpose.END):
             if not self.stepped:
                 self.sum_set_gradients()

@@ -102,7 +102,7 @@ class ServedVariables:
         if has_replicas:
             self._require_fit_for_replicas()
         for each in self._optimizers:
-            _torch.refuse_compiled_step(vars(each).get("step"))
+            _torch.compiling.refuse_compiled_step(vars(each).get("step"))
             _require_torchs(each)
         specs = [describe_optimizer(each, self._names) for each in self._optimizers]
         specs += [keras.described(each, self._names) for each in self._keras]
@@ -225,7 +225,7 @@ class ServedVariables:
                 return None
             if not context.state.replicas:
                 raise StrategyError("optimizer.step() was called outside strategy.run; call it in what you run")
-            _torch.mark_stepped(own)
+            _torch.optimizer_parts.mark_stepped(own)
             return step_with_hooks(own, functools.partial(self._push_gradients, number, own), closure)
 
         put_step(optimizer, step)

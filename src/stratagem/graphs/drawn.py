@@ -79,7 +79,7 @@ class DrawnNumbers:
             result = function(*args, **kwargs)
             self._places[result] = self._places.get(args[0])  # type: ignore[no-untyped-call]
             return result
-        if _torch.schema_of(function).is_mutable:
+        if _torch.operations.schema_of(function).is_mutable:
             return self._in_place(function, args, kwargs)
         draw = self._drawn(function, args, kwargs, tensors)
         result = function(*args, **kwargs)
@@ -99,7 +99,7 @@ class DrawnNumbers:
         Raises:
             GraphError: It is random in a way that cannot be computed again.
         """
-        base = _torch.base_of(tensor)
+        base = _torch.tensors.base_of(tensor)
         if tensor not in self._places and (base is None or base not in self._places):
             return None
         place = self._places.get(tensor)  # type: ignore[no-untyped-call]
@@ -122,11 +122,11 @@ class DrawnNumbers:
     def _in_place(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         target = args[0] if args else None
         overload = recording_rules.functional(function)
-        if not isinstance(target, torch.Tensor) or overload is None or _torch.is_view(target):
+        if not isinstance(target, torch.Tensor) or overload is None or _torch.tensors.is_view(target):
             result = function(*args, **kwargs)
             for each in recording_rules.written(function, args, kwargs):
                 self._places[each] = None
-                base = _torch.base_of(each)
+                base = _torch.tensors.base_of(each)
                 if base is not None:
                     self._places[base] = None
             return result
@@ -143,7 +143,7 @@ class DrawnNumbers:
         return result
 
     def _drawn(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Any]) -> Draw:
-        if not tensors and any(each.name == "device" for each in _torch.schema_of(function).arguments):
+        if not tensors and any(each.name == "device" for each in _torch.operations.schema_of(function).arguments):
             kwargs = {"device": _HOST, **kwargs}
         versions = tuple((each, _version(each)) for each in tensors)
         return Draw(function, args, kwargs, versions, scopes.frame(), users_line())
@@ -154,4 +154,4 @@ def _is_random(function: Any) -> bool:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else _torch.version_of(tensor)
+    return 0 if tensor.is_inference() else _torch.tensors.version_of(tensor)

@@ -101,7 +101,7 @@ class Graph(StaysHere):
     def __enter__(self) -> Self:
         stack = contextlib.ExitStack()
         stack.enter_context(scopes.recording())
-        stack.enter_context(_torch.without_mkldnn())
+        stack.enter_context(_torch.kernel_choice.without_mkldnn())
         buffers = register_module_buffer_registration_hook(lambda _, __, buffer: self.recorder.drawn.keep(buffer))
         stack.callback(buffers.remove)
         stack.enter_context(RecordingMode(self.recorder))

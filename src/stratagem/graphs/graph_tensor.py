@@ -79,7 +79,7 @@ class GraphTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, recorder: Recorder, cell: Cell, *, requires_grad: bool = False) -> "GraphTensor":
         meta = cell.output.meta
-        made: GraphTensor = _torch.wrapper_subclass(
+        made: GraphTensor = _torch.tensors.wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=_HOST, requires_grad=requires_grad
         )
         made.recorder = recorder
@@ -132,7 +132,7 @@ class GraphTensor(torch.Tensor):
         return f"<GraphTensor {self.op_name!r} {described(self.cell.output.meta)}>"
 
 
-class RecordingMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RecordingMode(_torch.modes.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is on, a graph hears of everything that torch does in this thread.
 
     Args:

@@ -153,7 +153,7 @@ class GraphRecorder:
         function = recording_rules.DEFINITE.get(function, function)
         if function in recording_rules.BATCH_NORM:
             return self._batch_norm(args, kwargs)
-        if _torch.schema_of(function).is_mutable:
+        if _torch.operations.schema_of(function).is_mutable:
             return self._in_place(function, args, kwargs)
         return self._out_of_place(function, args, kwargs)
 
@@ -174,7 +174,7 @@ class GraphRecorder:
             return True
         if self.is_trace:
             return any(each not in self._born for each in tensors)
-        reads = torch.is_grad_enabled() and not _torch.schema_of(function).is_mutable
+        reads = torch.is_grad_enabled() and not _torch.operations.schema_of(function).is_mutable
         return reads and any(_is_parameter(each) for each in tensors)
 
     def _has_symbols(self, args: tuple[Any, ...]) -> bool:
@@ -183,7 +183,7 @@ class GraphRecorder:
     def _out_of_place(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         node, result = self._operation(function, args, kwargs)
         view = None
-        if any(each.alias_info is not None for each in _torch.schema_of(function).returns):
+        if any(each.alias_info is not None for each in _torch.operations.schema_of(function).returns):
             base = self._cell(args[0])
             view = View(base, base.version, function, args, kwargs)
         leaves, structure = _tree.flatten(result)
@@ -349,7 +349,7 @@ class GraphRecorder:
         """Of a tensor that is changed in place; one that the program had before the graph keeps what is written."""
         if isinstance(tensor, GraphTensor) or id(tensor) in self._adopted:
             return self._cell(tensor)
-        if _torch.is_view(tensor):
+        if _torch.tensors.is_view(tensor):
             raise GraphError(
                 f"a part {described(tensor)} of a tensor of the program would be changed in place; a graph records "
                 f"changes of whole tensors. Make a new tensor with torch.where, torch.cat or the like"
@@ -374,8 +374,8 @@ class GraphRecorder:
     def _captured(self, tensor: torch.Tensor) -> Cell:
         """A tensor of the program as it is now; kept once while it does not change."""
         known = self._constants.get(tensor)  # type: ignore[no-untyped-call]
-        if known is None or known[0] != _torch.version_of(tensor):
-            known = (_torch.version_of(tensor), Cell(self._value_of(tensor)))
+        if known is None or known[0] != _torch.tensors.version_of(tensor):
+            known = (_torch.tensors.version_of(tensor), Cell(self._value_of(tensor)))
             self._constants[tensor] = known
         cell: Cell = known[1]
         return cell
@@ -415,13 +415,13 @@ class GraphRecorder:
 
     def _note_gradient(self, node: Node) -> None:
         """An operation of a backward pass runs where the one runs whose gradient it is, whatever the scopes ask."""
-        running = _torch.current_autograd_node()
+        running = _torch.backward_passes.current_autograd_node()
         if running is None:
             # What follows without a gradient of its own has the same number.
-            self._by_sequence.setdefault(_torch.next_sequence_number() - 1, node)
+            self._by_sequence.setdefault(_torch.backward_passes.next_sequence_number() - 1, node)
             return
         node.is_gradient = "AccumulateGrad" not in running.name()  # an optimizer may step in hooks of that
-        node.beside = self._by_sequence.get(_torch.sequence_number(running))
+        node.beside = self._by_sequence.get(_torch.backward_passes.sequence_number(running))
         if node.beside is not None:
             node.spec = node.beside.spec
 

@@ -47,7 +47,7 @@ TYPES: Final = {
 
 def type_name(function: Any) -> str:
     """What an operation computes, in TensorFlow's words."""
-    name = _torch.schema_of(function).name.partition("::")[2]
+    name = _torch.operations.schema_of(function).name.partition("::")[2]
     return TYPES.get(name) or type_of(name)
 
 
@@ -63,7 +63,7 @@ def put_back(function: Any, args: tuple[Any, ...], whole: torch.Tensor, part: to
     Returns:
         The new tensor; None if that cannot be said of this function.
     """
-    match _torch.schema_of(function).name.partition("::")[2]:
+    match _torch.operations.schema_of(function).name.partition("::")[2]:
         case "t":
             return part.t()
         case "transpose":
@@ -82,12 +82,13 @@ def put_back(function: Any, args: tuple[Any, ...], whole: torch.Tensor, part: to
 
 def defaults_after(function: Any, num_given: int) -> list[Any]:
     """What an operation takes for the arguments without names that a call leaves out."""
-    return [each.default_value for each in _torch.schema_of(function).arguments[num_given:] if not each.kwarg_only]
+    arguments = _torch.operations.schema_of(function).arguments
+    return [each.default_value for each in arguments[num_given:] if not each.kwarg_only]
 
 
 def written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors that a call writes into."""
-    for index, argument in enumerate(_torch.schema_of(function).arguments):
+    for index, argument in enumerate(_torch.operations.schema_of(function).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[index] if index < len(args) else kwargs.get(argument.name)
             yield from (each for each in _tree.leaves(given) if isinstance(each, torch.Tensor))
@@ -96,12 +97,11 @@ def written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ite
 @functools.cache
 def functional(function: Any) -> Any:
     """The operation that computes what an in-place one writes into its first argument; None if there is none."""
-    written = [
-        each.alias_info is not None and each.alias_info.is_write for each in _torch.schema_of(function).arguments
-    ]
-    namespace, _, name = _torch.schema_of(function).name.partition("::")
+    schema = _torch.operations.schema_of(function)
+    written = [each.alias_info is not None and each.alias_info.is_write for each in schema.arguments]
+    namespace, _, name = schema.name.partition("::")
     if function in FUNCTIONAL:
         return FUNCTIONAL[function]
     if namespace != "aten" or not name.endswith("_") or written != [True] + [False] * (len(written) - 1):
         return None
-    return getattr(getattr(_aten, name.removesuffix("_"), None), _torch.overload_of(function), None)
+    return getattr(getattr(_aten, name.removesuffix("_"), None), _torch.operations.overload_of(function), None)

@@ -37,7 +37,7 @@ class UnknownSizes:
 
     def __init__(self) -> None:
         self._environment = _Environment(specialize_zero_one=False, duck_shape=False)
-        self._mode = _torch.FakeTensorMode(shape_env=self._environment)
+        self._mode = _torch.without_values.FakeTensorMode(shape_env=self._environment)
         self._expressions: list[Any] = []
         self._symbols: list[Any] = []
         self._sizes: dict[Any, Size] = {}
@@ -48,7 +48,7 @@ class UnknownSizes:
     def placeholder(self, name: str, shape: Sequence[int | None], dtype: torch.dtype) -> torch.Tensor:
         """The form of a placeholder, with a symbol for each size that is not given."""
         full = [self._new(name, index) if size is None else size for index, size in enumerate(shape)]
-        with _torch.without_dispatch_modes(), self._mode:
+        with _torch.modes.without_dispatch_modes(), self._mode:
             return torch.empty(full, dtype=dtype, device="meta")
 
     @contextlib.contextmanager
@@ -57,8 +57,8 @@ class UnknownSizes:
         # Written in C++ for known sizes; torch has them in Python too.
         recurrent = getattr(function, "__name__", "") in _RECURRENT
         with (
-            _torch.any_size(),
-            _torch.python_dispatcher() if recurrent else contextlib.nullcontext(),
+            _torch.without_values.any_size(),
+            _torch.modes.python_dispatcher() if recurrent else contextlib.nullcontext(),
         ):
             yield
 
@@ -85,19 +85,18 @@ class UnknownSizes:
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         """Around an operation on forms; what it finds out about sizes is checked with the numbers instead."""
-        before, _torch.fake_tensor_log.disabled = (
-            _torch.fake_tensor_log.disabled,
-            True,
-        )  # what fails is told in one sentence
+        log = _torch.without_values.fake_tensor_log
+        before, log.disabled = log.disabled, True  # what fails is told in one sentence
         try:
-            with self._environment.suppress_guards(), self._mode, _torch.python_dispatcher():
+            with self._environment.suppress_guards(), self._mode, _torch.modes.python_dispatcher():
                 yield
         finally:
-            _torch.fake_tensor_log.disabled = before
+            log.disabled = before
 
     def form(self, meta: torch.Tensor) -> torch.Tensor:
         """A tensor without values that can be computed with in `compute`."""
-        return meta if isinstance(meta, _torch.FakeTensor) else self._mode.from_tensor(meta, static_shapes=True)
+        is_form = isinstance(meta, _torch.without_values.FakeTensor)
+        return meta if is_form else self._mode.from_tensor(meta, static_shapes=True)
 
     def size(self, symbol: torch.SymInt | torch.SymFloat) -> Size:
         """What stands for a symbol in the arguments of a node."""
@@ -140,8 +139,8 @@ class UnknownSizes:
         found: dict[Any, int] = {}
         for output, value in feeds.items():
             for index, size in enumerate(output.meta.shape):
-                if isinstance(size, torch.SymInt) and _torch.expression_of(size).is_Symbol:
-                    number = found.setdefault(_torch.expression_of(size), value.shape[index])
+                if isinstance(size, torch.SymInt) and _torch.without_values.expression_of(size).is_Symbol:
+                    number = found.setdefault(_torch.without_values.expression_of(size), value.shape[index])
                     if number != value.shape[index]:
                         raise FeedError(
                             f"{output.node.name!r} was fed shape {tuple(value.shape)}, whose size {index} must be "
@@ -208,7 +207,7 @@ class UnknownSizes:
             )
 
     def _new(self, name: str, index: int) -> Any:
-        source = _torch.constant_source(f"{name}_{index}")
+        source = _torch.without_values.constant_source(f"{name}_{index}")
         symbol = self._environment.create_symbol(
             _EXAMPLE, source=source, dynamic_dim=DimDynamic.DYNAMIC, do_not_specialize_zero_one=True
         )
@@ -267,7 +266,7 @@ class Numbers:
 
     def form_of(self, meta: torch.Tensor, node: Node) -> torch.Tensor:
         """A tensor without values that has the shape, order and type of one in this run."""
-        if not isinstance(meta, _torch.FakeTensor):
+        if not isinstance(meta, _torch.without_values.FakeTensor):
             return meta
         shape, strides = (self._resolved(each, node) or () for each in (meta.shape, meta.stride()))
         return torch.empty_strided(shape, strides, dtype=meta.dtype, device="meta")

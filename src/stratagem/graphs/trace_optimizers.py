@@ -40,15 +40,15 @@ def recordable_optimizers() -> Iterator[None]:
                 group["capturable"] = True
                 changed.append(group)
         # Otherwise torch takes counters in tensors for a matter of GPUs only.
-        _torch.set_compiling(True)
+        _torch.compiling.set_compiling(True)
         starting.append(optimizer)
-        with _torch.without_dispatch_modes():
+        with _torch.modes.without_dispatch_modes():
             _start(optimizer)
         starting.remove(optimizer)
 
     def put_back(*_: Any) -> None:
         if not starting:
-            _torch.set_compiling(before)
+            _torch.compiling.set_compiling(before)
             for group in changed:
                 group["capturable"] = False
             changed.clear()

@@ -54,7 +54,7 @@ class Source:
         many = getattr(self.dataset, "__getitems__", None)
         batch = self.collate_fn(many(indices) if many else [self.dataset[index] for index in indices])
         if self.pin_memory and torch.accelerator.is_available():
-            return _torch.pin_memory(batch)  # type: ignore[no-untyped-call]  # torch does not say its types
+            return _torch.loading_parts.pin_memory(batch)  # type: ignore[no-untyped-call]  # torch does not say its types
         return batch
 
     @property

@@ -500,7 +500,7 @@ class _Preparation:
             self._todo.append(type(value))
         if isinstance(value, type):
             self._todo += value.__bases__
-        if isinstance(value, types.FunctionType) and not _torch.is_compiled(value):
+        if isinstance(value, types.FunctionType) and not _torch.compiling.is_compiled(value):
             if not kinds.are_of_library(value.__globals__):
                 self._use(value.__globals__, global_names(value.__code__))
             for place, cell in enumerate(value.__closure__ or ()):

@@ -84,7 +84,7 @@ class Glance:
             return all(self._look(each, has_name) for each in value.values())
         elif kind is torch.Tensor and not value.is_inference():
             self._held.append(value)
-            self._versions.append(_torch.version_of(value))
+            self._versions.append(_torch.tensors.version_of(value))
         else:
             return False
         return True

@@ -130,13 +130,13 @@ class _Compiled(Kind):
     """A function that `torch.compile` made: always of the same function, which can change."""
 
     def read(self, obj: Any) -> Mapping[Any, Any]:
-        return {CONTENT: _torch.uncompiled(obj)}
+        return {CONTENT: _torch.compiling.uncompiled(obj)}
 
     def identities(self, obj: Any) -> tuple[int, ...] | None:
-        return (id(_torch.uncompiled(obj)),)
+        return (id(_torch.compiling.uncompiled(obj)),)
 
     def used(self, obj: Any) -> Iterable[Any]:
-        return (_torch.uncompiled(obj),)
+        return (_torch.compiling.uncompiled(obj),)
 
 
 @final
@@ -229,7 +229,7 @@ class _Tensor(Whole):
     def tokens(self, obj: Any, token: Callable[[Any], Token]) -> dict[Any, Token]:
         # The version counter does not see what is written through `.data` or through numpy.
         flat = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        version = None if obj.is_inference() else _torch.version_of(obj)
+        version = None if obj.is_inference() else _torch.tensors.version_of(obj)
         return {
             CONTENT: (obj.dtype, obj.shape, obj.stride(), obj.requires_grad, version, zlib.crc32(flat.data)),
         }
@@ -273,15 +273,15 @@ class Module(Kind):
 
     def read(self, obj: Any) -> Mapping[Any, Any]:
         own = {key: value for key, value in vars(obj).items() if key not in NOT_OF_MODULE}
-        if vars(obj)[_torch.MODULE_HOOKS[0]]:
+        if vars(obj)[_torch.module_parts.MODULE_HOOKS[0]]:
             # Hooks before a call may compute a weight (pruning, old norms): each replica has its own.
             own = {key: value for key, value in own.items() if getattr(value, "grad_fn", None) is None}
-        own |= {kind: _own_hooks(obj, kind) for kind in _torch.MODULE_HOOKS if vars(obj)[kind]}
+        own |= {kind: _own_hooks(obj, kind) for kind in _torch.module_parts.MODULE_HOOKS if vars(obj)[kind]}
         return own
 
     def identities(self, obj: Any) -> tuple[int, ...] | None:
         members = vars(obj)
-        if any(map(members.get, _torch.MODULE_HOOKS)):
+        if any(map(members.get, _torch.module_parts.MODULE_HOOKS)):
             return None
         return *map(id, members), *map(id, members.values())
 
@@ -302,10 +302,11 @@ class _Optimizer(Kind):
     def read(self, obj: Any) -> Mapping[Any, Any]:
         is_of_torch = type(obj).__module__.startswith("torch.")
         own = {} if is_of_torch else {key: each for key, each in vars(obj).items() if key not in _OF_EVERY_OPTIMIZER}
-        return own | {kind: _own_hooks(obj, kind) for kind in _torch.OPTIMIZER_HOOKS if vars(obj).get(kind)}
+        kinds = filter(vars(obj).get, _torch.optimizer_parts.OPTIMIZER_HOOKS)
+        return own | {kind: _own_hooks(obj, kind) for kind in kinds}
 
     def identities(self, obj: Any) -> tuple[int, ...] | None:
-        if any(map(vars(obj).get, _torch.OPTIMIZER_HOOKS)):
+        if any(map(vars(obj).get, _torch.optimizer_parts.OPTIMIZER_HOOKS)):
             return None
         return _ITEMS.identities(self.read(obj))
 
@@ -326,14 +327,14 @@ class _OthersModule(Kind):
             for key, value in getattr(obj, "__dict__", _NOTHING).items()
             if (type(value) in PLAIN or _is_plain_sequence(value)) and key not in NOT_OF_MODULE
         } | (
-            {kind: _own_hooks(obj, kind) for kind in _torch.MODULE_HOOKS if vars(obj)[kind]}
+            {kind: _own_hooks(obj, kind) for kind in _torch.module_parts.MODULE_HOOKS if vars(obj)[kind]}
             if isinstance(obj, torch.nn.Module)
             else {}
         )
 
     def identities(self, obj: Any) -> tuple[int, ...] | None:
         members = getattr(obj, "__dict__", _NOTHING)
-        if any(map(members.get, _torch.MODULE_HOOKS)):
+        if any(map(members.get, _torch.module_parts.MODULE_HOOKS)):
             return None
         lists = [each for each in members.values() if type(each) is list]
         inside = itertools.chain.from_iterable(lists)
@@ -367,7 +368,7 @@ def _put_members(obj: Any, members: Mapping[Any, Any], removed: Iterable[Any]) -
             vars(obj)[key] = value
 
 
-_HOOKS = frozenset((*_torch.MODULE_HOOKS, *_torch.OPTIMIZER_HOOKS))
+_HOOKS = frozenset((*_torch.module_parts.MODULE_HOOKS, *_torch.optimizer_parts.OPTIMIZER_HOOKS))
 
 
 def _own_hooks(obj: Any, kind: str) -> tuple[tuple[int, Any], ...]:
@@ -398,8 +399,8 @@ def _put_hooks(obj: Any, kind: str, hooks: Sequence[tuple[int, Any]]) -> None:
 _NOTHING: Mapping[str, Any] = {}
 NOT_OF_MODULE = frozenset(
     {
-        *_torch.MODULE_PARTS,
-        *_torch.MODULE_HOOKS,
+        *_torch.module_parts.MODULE_PARTS,
+        *_torch.module_parts.MODULE_HOOKS,
         "training",  # `state_diff` compares it between machines too
         "_non_persistent_buffers_set",
         *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
@@ -422,7 +423,11 @@ class _BareOptimizer(torch.optim.Optimizer):
 
 _OF_EVERY_OPTIMIZER = frozenset(
     # Those of torch, the marks of its schedulers, and methods that are replaced.
-    {*vars(_BareOptimizer([torch.zeros(1)], {})), *_torch.OPTIMIZER_MARKS, *_torch.OPTIMIZER_METHODS}
+    {
+        *vars(_BareOptimizer([torch.zeros(1)], {})),
+        *_torch.optimizer_parts.OPTIMIZER_MARKS,
+        *_torch.optimizer_parts.OPTIMIZER_METHODS,
+    }
 )
 
 _ATTRIBUTES, _TENSOR, _ARRAY, _CLASS, _MODULE, _OPTIMIZER, _OTHERS = (
@@ -450,7 +455,7 @@ def kind_of(obj: Any) -> Kind | None:
     """The kind of an object that can change; `None` if it can only be sent inside the one that holds it."""
     found = _BY_TYPE.get(type(obj))
     if found is not None:
-        return _COMPILED if _torch.is_compiled(obj) else found
+        return _COMPILED if _torch.compiling.is_compiled(obj) else found
     if isinstance(obj, torch.Tensor):
         return _TENSOR if _is_ordinary(obj) else None
     if type(obj) is np.ndarray:

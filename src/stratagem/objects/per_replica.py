@@ -472,12 +472,12 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 def _is_held_elsewhere(value: torch.Tensor) -> bool:
     """Whether something else may write to a tensor's memory: it is a parameter, a view of one, or its `.data`."""
-    if _torch.is_view(value):
-        return value.is_leaf or ((base := _torch.base_of(value)) is not None and base.is_leaf)
+    if _torch.tensors.is_view(value):
+        return value.is_leaf or ((base := _torch.tensors.base_of(value)) is not None and base.is_leaf)
     if not value.is_leaf:
         return False
     # A tensor of its own has the only count but that of the object that is asked.
-    return value.requires_grad or _torch.num_storage_users(value) > 2
+    return value.requires_grad or _torch.storages.num_storage_users(value) > 2
 
 
 def _is_ordinary(value: torch.Tensor) -> bool:

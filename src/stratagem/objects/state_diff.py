@@ -63,7 +63,7 @@ def unknown_parts(objects: Iterable[Any], known: Container[Any]) -> list[Any]:
         part
         for obj in objects
         if isinstance(obj, torch.nn.Module)
-        for kind in _torch.MODULE_PARTS
+        for kind in _torch.module_parts.MODULE_PARTS
         for part in obj.__dict__[kind].values()
         if part is not None and part not in known
     ]
@@ -79,11 +79,11 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def _values(obj: Any, names: Mapping[int, int]) -> Any:
     if isinstance(obj, torch.Tensor):
-        own_hooks = _torch.program_hooks(obj)
+        own_hooks = _torch.gradient_hooks.program_hooks(obj)
         return obj.requires_grad if own_hooks is None else (obj.requires_grad, own_hooks)
     if isinstance(obj, torch.nn.Module):
         members = obj.__dict__
-        held = tuple([_named_parts(members[kind], names) for kind in _torch.MODULE_PARTS])
+        held = tuple([_named_parts(members[kind], names) for kind in _torch.module_parts.MODULE_PARTS])
         return _OfModule(type(obj).__qualname__, members.get("training"), held)
     if isinstance(obj, torch.optim.Optimizer):
         return [
@@ -112,8 +112,8 @@ def _changed(before: _OfModule | None, now: _OfModule) -> _OfModule:
 def _set_values(obj: Any, values: Any, resolve: Callable[[int], Any]) -> None:
     if isinstance(obj, torch.Tensor):
         requires_grad, hooks = values if isinstance(values, tuple) else (values, None)
-        if hooks is not None or _torch.program_hooks(obj) is not None:
-            _torch.set_program_hooks(obj.requires_grad_(), hooks)
+        if hooks is not None or _torch.gradient_hooks.program_hooks(obj) is not None:
+            _torch.gradient_hooks.set_program_hooks(obj.requires_grad_(), hooks)
         obj.requires_grad_(requires_grad)
     elif isinstance(obj, torch.optim.Optimizer):
         del obj.param_groups[len(values) :]
@@ -128,7 +128,7 @@ def _set_values(obj: Any, values: Any, resolve: Callable[[int], Any]) -> None:
     elif isinstance(values, _OfModule):
         if values.training is not None:
             obj.training = values.training
-        for kind, named in zip(_torch.MODULE_PARTS, values.held or (), strict=False):
+        for kind, named in zip(_torch.module_parts.MODULE_PARTS, values.held or (), strict=False):
             _set_parts(obj.__dict__[kind], named, resolve)
             for key in named.keys() & obj.__dict__.keys():
                 del obj.__dict__[key]  # a part that was computed until now, as pruning does

@@ -96,7 +96,7 @@ class Steady:
         tensors: dict[int, torch.Tensor] = {}
         for name, obj in self._registry.live().items():
             if isinstance(obj, torch.Tensor):
-                if _torch.program_hooks(obj) is None:
+                if _torch.gradient_hooks.program_hooks(obj) is None:
                     tensors[name] = obj
             elif isinstance(obj, torch.nn.Module) and name not in self._apart and self._takes(obj):
                 modules[name] = obj
@@ -112,10 +112,10 @@ class Steady:
     def _takes(self, module: torch.nn.Module) -> bool:
         """Whether a module changes by getting another member only."""
         members = vars(module)
-        if any(_torch.hooks_in(members)) or not kinds.is_plain_module(module):
+        if any(_torch.module_parts.hooks_in(members)) or not kinds.is_plain_module(module):
             return False
         # A part that a step has made is not known yet: the next run distributes it.
-        parts = [each for own in _torch.parts_of(module) for each in own.values() if each is not None]
+        parts = [each for own in _torch.module_parts.parts_of(module) for each in own.values() if each is not None]
         own = [value for key, value in members.items() if key not in kinds.NOT_OF_MODULE]
         if self._registry.without_name(parts) or not all(stays_itself(each, self._registry) for each in own):
             return False
@@ -126,17 +126,18 @@ class Steady:
 def _seen(modules: list[Any], tensors: list[Any]) -> tuple[Any, ...]:
     """What modules and tensors are made of, in lists that are equal as long as that is the same."""
     members = list(map(_members, modules))
-    dicts = [*members, *itertools.chain.from_iterable(map(_torch.parts_in, members))]
+    dicts = [*members, *itertools.chain.from_iterable(map(_torch.module_parts.parts_in, members))]
     keys, sizes = list(itertools.chain.from_iterable(dicts)), list(map(len, dicts))
     try:
         values = np.fromiter(itertools.chain.from_iterable(map(dict.values, dicts)), dtype=object, count=len(keys))
     except ValueError:  # another thread changes one of them
         return (object(),)
     ids = ctypes.string_at(values.ctypes.data, values.nbytes)  # where each of them lies, without a number for each
-    of_modules = any(itertools.chain.from_iterable(map(_torch.hooks_in, members)))
+    of_modules = any(itertools.chain.from_iterable(map(_torch.module_parts.hooks_in, members)))
     # Those of the library are there too; one that the program adds makes more of them.
-    of_tensors = list(map(len, filter(None, itertools.chain.from_iterable(map(_torch.hooks_of, tensors)))))
-    needs = list(map(_torch.requires_grad_of, tensors))
+    hooks = itertools.chain.from_iterable(map(_torch.gradient_hooks.hooks_of, tensors))
+    of_tensors = list(map(len, filter(None, hooks)))
+    needs = list(map(_torch.tensors.requires_grad_of, tensors))
     return keys, sizes, ids, list(map(type, modules)), needs, of_modules, of_tensors
 
 
@@ -145,4 +146,5 @@ _members: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
 
 def _entry(module: Any) -> Any:
     """What one module is made of."""
-    return [(tuple(each), tuple(map(id, each.values()))) for each in (vars(module), *_torch.parts_of(module))]
+    dicts = vars(module), *_torch.module_parts.parts_of(module)
+    return [(tuple(each), tuple(map(id, each.values()))) for each in dicts]

@@ -70,7 +70,7 @@ class TokenMaker:
         if isinstance(value, RemovableHandle):
             return Same(value)  # of hooks of this process
         if issubclass(type(value), torch.Tensor) and not value.is_inference():
-            return Same(value), _torch.version_of(value)
+            return Same(value), _torch.tensors.version_of(value)
         try:
             packed = pack(value, self._name_of)
         except Exception:

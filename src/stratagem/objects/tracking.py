@@ -95,7 +95,7 @@ class Tracker:
         self._made = [self._known[id(obj)] for obj in made if id(obj) in self._known] + self._made
 
     def _note(self, obj: Any) -> None:
-        if id(obj) not in self._known and not (_thread.num_untracked or _torch.is_in_compiler()):
+        if id(obj) not in self._known and not (_thread.num_untracked or _torch.compiling.is_in_compiler()):
             reference = weakref.ref(obj, functools.partial(self._forget, id(obj)))
             self._known[id(obj)] = reference
             self._made.append(reference)

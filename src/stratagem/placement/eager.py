@@ -389,7 +389,7 @@ def _num_bytes_made(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 def _carry_back(copies: Copies, quietly: Sequence[Any]) -> None:
     """Gives originals what a function changed in their copies."""
     for tensor, copied, _ in copies:
-        counted = not copied.is_inference() and _torch.version_of(copied)
+        counted = not copied.is_inference() and _torch.tensors.version_of(copied)
         if counted or any(tensor is each for each in quietly):
             with torch.no_grad():
                 tensor.copy_(copied)

@@ -88,23 +88,23 @@ def _freeze(places: bool) -> None:
 def _put_in(mode: Placing) -> None:
     above = _taken_off()
     # torch's default device insists on being the lowest.
-    if above and above[-1] is _torch.default_device_mode():
-        _torch.push_function_mode(above.pop())
+    if above and above[-1] is _torch.modes.default_device_mode():
+        _torch.modes.push_function_mode(above.pop())
     for each in (mode, *reversed(above)):
-        _torch.push_function_mode(each)
+        _torch.modes.push_function_mode(each)
 
 
 def _take_out(mode: Placing) -> None:
     for each in reversed(_taken_off()):
         if each is not mode:
-            _torch.push_function_mode(each)
+            _torch.modes.push_function_mode(each)
 
 
 def _taken_off() -> list[Any]:
     """All modes of this thread, off the stack, the innermost first."""
     modes: list[Any] = []
-    while _torch.num_function_modes():
-        modes.append(_torch.pop_function_mode())
+    while _torch.modes.num_function_modes():
+        modes.append(_torch.modes.pop_function_mode())
     return modes
 
 

@@ -459,7 +459,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         if tensor.layout is torch.sparse_coo:
-            return _torch.sparse_values(tensor).untyped_storage()
+            return _torch.tensors.sparse_values(tensor).untyped_storage()
         return None if tensor.layout is torch.strided else tensor.values().untyped_storage()
 
 

@@ -59,7 +59,7 @@ def serve(wire: Pipe, registry: Registry) -> None:
         registry: The distributed objects that this child holds.
     """
     _this_process.append(Child(wire, registry))
-    _torch.spare_compiler()  # children have no other use for it
+    _torch.compiling.spare_compiler()  # children have no other use for it
     _integrations.serve()
     sys.stdout = _Relay(wire, "stdout")
     sys.stderr = _Relay(wire, "stderr")

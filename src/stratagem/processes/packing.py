@@ -187,7 +187,7 @@ def survives(error: BaseException) -> bool:
 
 
 # How objects of other libraries travel: given an object, what pickle's `__reduce__` returns, or `NotImplemented`.
-reducers: list[Callable[[Any], Any]] = [_torch.reduce_compiled, _torch.reduce_parametrized]
+reducers: list[Callable[[Any], Any]] = [_torch.compiling.reduce_compiled, _torch.module_parts.reduce_parametrized]
 
 _PLAIN: set[type] = {int, float, bool, str, bytes, type(None), Raw}
 _TUPLES: set[type] = {tuple}
@@ -244,7 +244,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is not
             return self._reduce_tensor(obj)
         if isinstance(obj, torch.optim.Optimizer):
             # Its own way leaves out what subclasses add; methods replaced on the instance stay here.
-            state = {key: value for key, value in obj.__dict__.items() if key not in _torch.OPTIMIZER_METHODS}
+            methods = _torch.optimizer_parts.OPTIMIZER_METHODS
+            state = {key: value for key, value in obj.__dict__.items() if key not in methods}
             _send_by_value_if_users(type(obj).__module__)
             return _build_optimizer, (type(obj), state)
         if type(obj) is types.CellType:
@@ -555,8 +556,8 @@ def _innermost(
 
 
 def _places(value: Any) -> Iterator[tuple[Any, str]]:
-    if _torch.is_compiled(value):
-        yield _torch.uncompiled(value), ""
+    if _torch.compiling.is_compiled(value):
+        yield _torch.compiling.uncompiled(value), ""
     elif isinstance(value, tuple | list | set | frozenset):
         yield from ((each, "") for each in value)
     elif isinstance(value, dict):

@@ -440,7 +440,7 @@ class Strategy(StaysHere, ABC):
                     f"strategy.run(step, args={_as_args('batch', fn)})`, or for several steps in one call `iterator = "
                     f"iter(data)` once, then `strategy.run(step, args={_as_args('iterator', fn)}, num_steps=16)`"
                 )
-            if self.num_replicas_in_sync > 1 and isinstance(each, _torch.DataLoaderIterator):
+            if self.num_replicas_in_sync > 1 and isinstance(each, _torch.loading_parts.DataLoaderIterator):
                 raise StrategyError(
                     f"run takes one batch, got {type(each).__name__}, which only the main program can read; "
                     f"{_of_distribute(fn)}"
@@ -504,7 +504,7 @@ class _Scope(contextlib.ContextDecorator, contextlib.AbstractContextManager[Any]
         self._entered: list[contextlib.AbstractContextManager[Any]] = []
 
     def __enter__(self) -> Any:
-        _torch.spare_compiler()  # the first optimizer of most programs is made in a scope
+        _torch.compiling.spare_compiler()  # the first optimizer of most programs is made in a scope
         block = self._opened()
         strategy = block.__enter__()
         self._entered.append(block)

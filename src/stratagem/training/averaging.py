@@ -132,9 +132,9 @@ class ExponentialMovingAverage(torch.nn.Module):
             for weight, pairs in weights.items():
                 shadows, values = zip(*(own_part(shadow, value.to(shadow)) for shadow, value in pairs), strict=True)
                 if weight == 1:
-                    _torch.foreach_copy_(shadows, values)
+                    _torch.tensors.foreach_copy_(shadows, values)
                 else:
-                    _torch.foreach_lerp_(shadows, values, weight)
+                    _torch.tensors.foreach_lerp_(shadows, values, weight)
         return self
 
     def average(self, variable: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ def convert_sync_batchnorm(module: AnyModule) -> AnyModule:
     layers = {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, _torch.BatchNorm) and not isinstance(layer, torch.nn.SyncBatchNorm)
+        if isinstance(layer, _torch.module_parts.BatchNorm) and not isinstance(layer, torch.nn.SyncBatchNorm)
     }
     for name, layer in layers.items():
         where = repr(name) if name else "the module itself"
@@ -93,11 +93,11 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         replica = context.current_replica()
         from_batch = self.training or (self.running_mean is None and self.running_var is None)
         if replica is None or replica.num_replicas_in_sync == 1 or not from_batch:
-            return _torch.BatchNorm.forward(self, input)
+            return _torch.module_parts.BatchNorm.forward(self, input)
         self._check_input_dim(input)
         statistics = _statistics(input.detach(), replica)
         if statistics.count == 0:
-            return _torch.BatchNorm.forward(self, input)
+            return _torch.module_parts.BatchNorm.forward(self, input)
         if statistics.count == 1:
             raise ValueError(
                 f"batch normalization needs more than 1 value per channel in training, but the global batch has 1 "
@@ -109,7 +109,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         return output
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        _torch.check_input_dim(_KINDS.get(self.kind, torch.nn.SyncBatchNorm), self, input)
+        _torch.module_parts.check_input_dim(_KINDS.get(self.kind, torch.nn.SyncBatchNorm), self, input)
 
     @torch.no_grad()
     def _track(self, statistics: "_Statistics") -> None:

@@ -232,7 +232,7 @@ class _BucketMember:
     def hook(self, function: Callable[[torch.Tensor], None]) -> None:
         parameter = self.reference()
         if parameter is not None:
-            hook = _torch.LibraryHook(function)
+            hook = _torch.gradient_hooks.LibraryHook(function)
             self._handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def unhook(self) -> None:
@@ -252,11 +252,11 @@ class _BucketRow:
         for name, known in members.items():
             self.slots[name] = flat.as_strided(known.shape, known.stride, offset)
             offset += known.numel
-        self._num_own_users = _torch.num_storage_users(flat)
+        self._num_own_users = _torch.storages.num_storage_users(flat)
 
     def is_free(self) -> bool:
         """Whether nobody else holds the memory: no gradient lies in it any more."""
-        return not self.flat.is_inference() and _torch.num_storage_users(self.flat) == self._num_own_users
+        return not self.flat.is_inference() and _torch.storages.num_storage_users(self.flat) == self._num_own_users
 
 
 @final
@@ -294,9 +294,9 @@ class _Bucket:
         """All gradients that have come, in one row, with zeros for the others."""
         row = self._current_row()
         if self._arrived:
-            _torch.foreach_copy_([row.slots[name] for name in self._arrived], list(self._arrived.values()))
+            _torch.tensors.foreach_copy_([row.slots[name] for name in self._arrived], list(self._arrived.values()))
         if self.missing:
-            _torch.foreach_zero_([row.slots[name] for name in self.missing])
+            _torch.tensors.foreach_zero_([row.slots[name] for name in self.missing])
         self._arrived = {}
         return row.flat
 

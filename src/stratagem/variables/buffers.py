@@ -19,7 +19,7 @@ Held = tuple[torch.nn.Module, str, torch.Tensor]
 def held_by(objects: Iterable[Any]) -> list[Held]:
     """The buffers of the modules among some objects, before a step."""
     modules = [each for each in objects if isinstance(each, torch.nn.Module)]
-    buffers = list(map(_torch.buffers_of, modules))  # most have none
+    buffers = list(map(_torch.module_parts.buffers_of, modules))  # most have none
     return [
         (module, key, buffer)
         for module, own in itertools.compress(zip(modules, buffers, strict=True), buffers)
@@ -31,12 +31,12 @@ def held_by(objects: Iterable[Any]) -> list[Held]:
 def take_in(held: Sequence[Held]) -> None:
     """Writes what modules hold now, in new tensors of the same form, into the buffers that they held."""
     for module, key, buffer in held:
-        new = _torch.buffers_of(module).get(key)
+        new = _torch.module_parts.buffers_of(module).get(key)
         if new is None or new is buffer or _form(new) != _form(buffer) or buffer.layout != torch.strided:
             continue
         with torch.no_grad():
             buffer.copy_(new.clone())  # it may be a view of the buffer itself
-        _torch.buffers_of(module)[key] = buffer
+        _torch.module_parts.buffers_of(module)[key] = buffer
 
 
 def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
@@ -71,7 +71,7 @@ class BufferChanges:
         """Prepares for a buffer, of which nothing is noted yet."""
         self._known.clear()
         if not self._compares:
-            _torch.data_reads.follow(buffer)
+            _torch.storages.data_reads.follow(buffer)
 
     def drop(self, name: int) -> None:
         """Lets go of a buffer."""
@@ -84,7 +84,7 @@ class BufferChanges:
         self.before[name] = before
         if not self._compares:
             self._marks[name] = None if buffer.is_inference() else mark(buffer)
-            _torch.data_reads.are_known([buffer])
+            _torch.storages.data_reads.are_known([buffer])
 
     def forget(self) -> None:
         """Nobody knows what they were."""
@@ -136,7 +136,7 @@ class BufferChanges:
         return counted | self._differing({name: each for name, each in buffers.items() if name not in counted})
 
     def _counted(self, buffers: Mapping[int, torch.Tensor]) -> set[int]:
-        written = _torch.data_reads.has_written
+        written = _torch.storages.data_reads.has_written
         return {
             name for name, each in buffers.items() if not is_as_marked(each, self._marks.get(name)) or written(each)
         }

@@ -94,7 +94,7 @@ class CentralUpdate:
         for parameter, (copy, _) in list(self._kept.items()):
             if copy.grad is not None:
                 parameter.copy_(copy)
-                self._kept[parameter] = copy, _torch.version_of(parameter)
+                self._kept[parameter] = copy, _torch.tensors.version_of(parameter)
                 optimizer.state[parameter] = inner.state[copy]
 
     def _here(self, state: Any) -> Any:
@@ -109,7 +109,7 @@ class CentralUpdate:
         copy, version = self._kept.get(parameter, (None, -1))
         if copy is None:
             copy = parameter.detach().to(self._kept_on, copy=True)
-        elif version != _torch.version_of(parameter):  # the program has written to it
+        elif version != _torch.tensors.version_of(parameter):  # the program has written to it
             copy.copy_(parameter)
-        self._kept[parameter] = copy, _torch.version_of(parameter)
+        self._kept[parameter] = copy, _torch.tensors.version_of(parameter)
         return cast(torch.Tensor, copy)

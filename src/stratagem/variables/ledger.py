@@ -111,7 +111,7 @@ class Ledger:
         # Of the pass under way: GLOBAL gradients of passes before it, and LOCAL ones where it does not count.
         self._set_aside: dict[int, torch.Tensor] = {}
         self._hidden: dict[int, torch.Tensor] = {}
-        self._hooks: dict[int, _torch.TensorHooks] = {}
+        self._hooks: dict[int, _torch.gradient_hooks.TensorHooks] = {}
         self._counts = True
         # What gradients were after the last run, in the controller, unless nobody knows what others have.
         self._marks = Marks()
@@ -278,18 +278,18 @@ class Ledger:
         for name, parameter in self.parameters():
             parameter.grad = self._hidden.get(name)
 
-    def _put_back_hooks(self) -> dict[int, "_torch.TensorHooks"]:
+    def _put_back_hooks(self) -> dict[int, "_torch.gradient_hooks.TensorHooks"]:
         hooks, self._hooks = self._hooks, {}
         for each in hooks.values():
             each.put_back()
         return hooks
 
-    def _call_hooks_after(self, hooks: Mapping[int, "_torch.TensorHooks"]) -> None:
+    def _call_hooks_after(self, hooks: Mapping[int, "_torch.gradient_hooks.TensorHooks"]) -> None:
         for name, parameter in self.parameters():
             if name in hooks and parameter.grad is not None:
                 hooks[name].call_after(parameter)
 
-    def _sum(self, transport: Transport, hooks: Mapping[int, "_torch.TensorHooks"]) -> None:
+    def _sum(self, transport: Transport, hooks: Mapping[int, "_torch.gradient_hooks.TensorHooks"]) -> None:
         """Gives every replica the sums, with the gradients that were there before."""
         own = dict(self.parameters())
         gradients = {name: gradient for name, gradient in _gradients_of(own).items() if gradient is not None}
@@ -313,7 +313,7 @@ class Ledger:
             self._note_not_finite()
 
     def _completed(
-        self, totals: Mapping[int, torch.Tensor], hooks: Mapping[int, "_torch.TensorHooks"]
+        self, totals: Mapping[int, torch.Tensor], hooks: Mapping[int, "_torch.gradient_hooks.TensorHooks"]
     ) -> dict[int, torch.Tensor]:
         """Sums as hooks make them, added to the gradients that were there before; those that have no sum stay."""
         completed = dict(self._set_aside)
@@ -351,7 +351,7 @@ class Ledger:
         if self._transport is None:
             return True
         parameters = list(parameters)
-        gradients = list(map(_torch.gradient_of, parameters))
+        gradients = list(map(_torch.tensors.gradient_of, parameters))
         names: Any = map(self._names.get, map(id, parameters))
         known = map(self._global.get, names, itertools.repeat(_dropped))
         if all(map(operator.is_, gradients, map(call, known))):
@@ -549,7 +549,7 @@ def _dropped() -> None:
 
 
 def _gradients_of(parameters: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor | None]:
-    return dict(zip(parameters, map(_torch.gradient_of, parameters.values()), strict=True))
+    return dict(zip(parameters, map(_torch.tensors.gradient_of, parameters.values()), strict=True))
 
 
 def _has_gradient(parameter: torch.Tensor | None) -> bool:
@@ -574,10 +574,10 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor | None, dtype: torch.dtype
     return bool(are_alike(one.to(dtype), other.to(dtype)).all())
 
 
-def _taken_hooks(own: Mapping[int, torch.Tensor]) -> "dict[int, _torch.TensorHooks]":
+def _taken_hooks(own: Mapping[int, torch.Tensor]) -> "dict[int, _torch.gradient_hooks.TensorHooks]":
     """The program's hooks of parameters, taken off: they wait for the sums."""
-    there = list(itertools.compress(own, map(any, map(_torch.hooks_of, own.values()))))
+    there = list(itertools.compress(own, map(any, map(_torch.gradient_hooks.hooks_of, own.values()))))
     if not there:
         return {}
-    taken = {name: _torch.take_hooks(own[name]) for name in there}
+    taken = {name: _torch.gradient_hooks.take_hooks(own[name]) for name in there}
     return {name: hooks for name, hooks in taken.items() if hooks is not None}

@@ -13,7 +13,7 @@ from stratagem import _torch
 
 def mark(tensor: torch.Tensor | None) -> Any:
     """What `is_as_marked` compares with."""
-    return () if tensor is None else (weakref.ref(tensor), _address(tensor), _torch.version_of(tensor))
+    return () if tensor is None else (weakref.ref(tensor), _address(tensor), _torch.tensors.version_of(tensor))
 
 
 def is_as_marked(tensor: torch.Tensor | None, known: Any) -> bool:
@@ -28,7 +28,7 @@ class Marks:
     """Marks of many tensors, which are compared all at once.
 
     Torch does not count what is written through `.data` or `numpy()`. Tensors of which somebody wants to know that too
-    are copied when the program takes their memory (`_torch.DataReads`), or at once if it has it already.
+    are copied when the program takes their memory (`_torch.storages.DataReads`), or at once if it has it already.
     """
 
     def __init__(self) -> None:
@@ -50,27 +50,27 @@ class Marks:
         """
         self._names = list(tensors)
         self._references = list(map(weakref.ref, tensors.values()))
-        self._addresses, self._versions = where, list(map(_torch.version_of, tensors.values()))
+        self._addresses, self._versions = where, list(map(_torch.tensors.version_of, tensors.values()))
         held = {name: tensors[name] for name in uncounted if _is_held(tensors[name], int(name in home))}
         self._values = {name: _copied(_values(each), self._values.get(name)) for name, each in held.items()}
         if uncounted or self._followed:
             self._followed = uncounted - held.keys()
-            _torch.data_reads.follow_memory(self, [tensors[name] for name in self._followed])
+            _torch.storages.data_reads.follow_memory(self, [tensors[name] for name in self._followed])
 
     def close(self) -> None:
         """Ends it."""
-        _torch.data_reads.follow_memory_no_more(self)
+        _torch.storages.data_reads.follow_memory_no_more(self)
 
     def differing(self, tensors: Mapping[int, torch.Tensor | None]) -> Iterable[int]:
         """The names of those that are not as they were."""
         there = {name: each for name, each in tensors.items() if each is not None}
         written = {name for name, before in self._values.items() if name in there and not _is(there[name], before)}
         followed = {name: there[name] for name in self._followed if name in there}
-        written |= {name for name, each in followed.items() if _torch.data_reads.has_written(each)}
+        written |= {name for name, each in followed.items() if _torch.storages.data_reads.has_written(each)}
         if (
             list(there) == self._names
             and all(map(operator.is_, there.values(), map(call, self._references)))
-            and list(map(_torch.version_of, there.values())) == self._versions
+            and list(map(_torch.tensors.version_of, there.values())) == self._versions
             and addresses(there.values()) == self._addresses
         ):
             return written
@@ -95,11 +95,12 @@ def _is_held(tensor: torch.Tensor, num_more: int) -> bool:
     """Whether anything else lies in the memory of the host that a tensor has; of a sparse one, that is not known."""
     if not tensor.is_cpu:
         return False
-    return tensor.layout is not torch.strided or _torch.num_storage_users(tensor) > _torch.NUM_OWN_USERS + num_more
+    num_own_users = _torch.storages.NUM_OWN_USERS + num_more
+    return tensor.layout is not torch.strided or _torch.storages.num_storage_users(tensor) > num_own_users
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.layout is torch.strided else _torch.sparse_values(tensor.detach())
+    return tensor.detach() if tensor.layout is torch.strided else _torch.tensors.sparse_values(tensor.detach())
 
 
 def _copied(values: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:

@@ -77,7 +77,7 @@ class StateMark:
         self._ids = [id(state), *map(id, state)]
         self._held = list(itertools.chain.from_iterable(map(_values, state.values())))
         tensors = [each for each in self._held if isinstance(each, torch.Tensor)] if versions else []
-        self._versions = list(map(_torch.version_of, tensors)) if versions else None
+        self._versions = list(map(_torch.tensors.version_of, tensors)) if versions else None
 
     def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer still has this state."""
@@ -158,16 +158,16 @@ def bare_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     bare: Callable[..., Any] = inspect.unwrap(
         kind.step, stop=lambda each: not is_torchs and not hasattr(each, "hooked")
     )
-    return _torch.step_of_adagrad(bare) if issubclass(kind, torch.optim.Adagrad) else bare
+    return _torch.optimizer_parts.step_of_adagrad(bare) if issubclass(kind, torch.optim.Adagrad) else bare
 
 
 def put_step(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> None:
     """Puts another step in the place of an optimizer's; where compiled code comes to it, it runs by itself."""
 
     def uncompiled(closure: Any = None) -> Any:
-        return _torch.not_compiled(step, closure)
+        return _torch.compiling.not_compiled(step, closure)
 
-    _torch.mark_wrapped(uncompiled)
+    _torch.optimizer_parts.mark_wrapped(uncompiled)
     uncompiled.owner = weakref.ref(optimizer)  # type: ignore[attr-defined]
     optimizer.step = uncompiled  # type: ignore[method-assign]
 
@@ -192,13 +192,13 @@ def step_with_hooks(optimizer: torch.optim.Optimizer, update: Callable[[], None]
         What the closure returns; `None` if there is none.
     """
     given = (optimizer,) if closure is None else (optimizer, closure)
-    for hook in _torch.step_pre_hooks(optimizer):
+    for hook in _torch.optimizer_parts.step_pre_hooks(optimizer):
         hook(optimizer, given, {})
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
     update()
-    for hook in _torch.step_post_hooks(optimizer):
+    for hook in _torch.optimizer_parts.step_post_hooks(optimizer):
         hook(optimizer, given, {})
     return loss

@@ -59,7 +59,7 @@ def bring(tensor: torch.Tensor, device: torch.device) -> None:
     gradient, tensor.grad = tensor.grad, None
     tensor.data = tensor.data.to(device)
     tensor.grad = None if gradient is None else gradient.to(device)
-    _torch.data_reads.are_known([tensor])
+    _torch.storages.data_reads.are_known([tensor])
 
 
 @final
@@ -93,7 +93,7 @@ class PrivateCopies(Copies):
         self._asked_by: list[Callable[[bool], None]] = []  # who waits for an answer of the device
         self._asked_in, self._have_drifted = 0, False  # the last step in which copies were compared, and what was found
         if runtime.rank == 0:
-            _torch.data_reads.watch()
+            _torch.storages.data_reads.watch()
 
     # Distributed tensors
 
@@ -150,7 +150,7 @@ class PrivateCopies(Copies):
         written = Written(after_failure=failed)
         for name, parameter in self.ledger.parameters():
             self._check_form(name, parameter)
-            if not is_as_marked(parameter, self._marks.get(name)) or _torch.data_reads.has_written(parameter):
+            if not is_as_marked(parameter, self._marks.get(name)) or _torch.storages.data_reads.has_written(parameter):
                 written.values[name] = _on_host(parameter)
         for name, gradient in self.ledger.changed_gradients().items():
             written.gradients[name] = None if gradient is None else _on_host(gradient)
@@ -175,7 +175,7 @@ class PrivateCopies(Copies):
 
     def note_state(self) -> None:
         self._marks = {name: mark(parameter) for name, parameter in self.ledger.parameters()}
-        _torch.data_reads.follow_memory(self, self.parameters())
+        _torch.storages.data_reads.follow_memory(self, self.parameters())
         self.ledger.note_gradients()
 
     def forget_state(self) -> None:
@@ -296,7 +296,8 @@ class PrivateCopies(Copies):
         """Takes what some buffers hold as what all have; in the memory of what they had, if there is any."""
         kept = {name: each for name, each in buffers.items() if _can_hold(self._agreed.get(name), each)}
         if kept:
-            _torch.foreach_copy_([self._agreed[name] for name in kept], [each.detach() for each in kept.values()])
+            agreed = [self._agreed[name] for name in kept]
+            _torch.tensors.foreach_copy_(agreed, [each.detach() for each in kept.values()])
         for name, buffer in buffers.items():
             if name not in kept:
                 self._agreed[name] = buffer.detach().clone()
@@ -322,8 +323,8 @@ class PrivateCopies(Copies):
     def close(self) -> None:
         self.ledger.close()
         if self._runtime.rank == 0:
-            _torch.data_reads.follow_memory_no_more(self)
-            _torch.data_reads.unwatch()
+            _torch.storages.data_reads.follow_memory_no_more(self)
+            _torch.storages.data_reads.unwatch()
         if self._buckets is not None:
             self._buckets.close()
         if self.link is not None:

@@ -33,7 +33,7 @@ def all_reduce(
 
 def is_finite(gradient: torch.Tensor) -> bool:
     """Whether all numbers of a gradient are, sparse or not."""
-    return dense.is_finite(_torch.sparse_values(gradient) if gradient.is_sparse else gradient)
+    return dense.is_finite(_torch.tensors.sparse_values(gradient) if gradient.is_sparse else gradient)
 
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)

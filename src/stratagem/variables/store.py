@@ -105,7 +105,7 @@ class Homes:
         for number in moved:
             self._check(tensors[number], self._placements[number])
         if self._device.type == "cpu":
-            _torch.move_aliases([each for number in moved if _is_used(each := self._kept[number])])
+            _torch.storages.move_aliases([each for number in moved if _is_used(each := self._kept[number])])
         with torch.no_grad():
             for number in moved:
                 tensor: Any = tensors[number]
@@ -220,4 +220,4 @@ _address: Final[Callable[[Any], int]] = torch.Tensor.data_ptr
 
 def _is_used(kept: torch.Tensor) -> bool:
     """Whether anything lies in the storage of a tensor besides the tensor itself."""
-    return _torch.num_storage_users(kept) > 2  # it, and the object that is asked
+    return _torch.storages.num_storage_users(kept) > 2  # it, and the object that is asked

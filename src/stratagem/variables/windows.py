@@ -113,7 +113,7 @@ class Windows:
         views: dict[int, torch.Tensor] = {}
         for row in self._rows:
             views |= row.totals()
-        return list(map(_torch.data_of, map(views.__getitem__, names)))
+        return list(map(_torch.tensors.data_of, map(views.__getitem__, names)))
 
     def end(self) -> None:
         """Gradients have the sums that were made in place; the others stay where they are until the next pass."""
@@ -190,7 +190,7 @@ class _Row:
         self.views = {name: homes.make(number) for number, name in enumerate(self._names)}
         self.addresses = {name: each.data_ptr() for name, each in self.views.items()}
         del homes  # which holds the storages too
-        self._users = _torch.StorageUsers(self.views.values())
+        self._users = _torch.storages.StorageUsers(self.views.values())
 
     def leave_to_users(self) -> None:
         """Leaves its memory to whatever still has it, which is about to be written over.
@@ -203,7 +203,7 @@ class _Row:
             gradient: Any = None if (parameter := tensors[number]) is None else parameter.grad
             is_here = gradient is not None and self.addresses[self._names[number]] in addresses([gradient])
             if is_here and num_users == 1:
-                _torch.set_data(gradient, gradient.clone())
+                _torch.tensors.set_data(gradient, gradient.clone())
             else:
                 kept.append(number)
         if kept:
@@ -268,7 +268,7 @@ class _EarlyWindows:
                 if parameter is not None and parameter.requires_grad:
                     if parameter.grad is not None:
                         self._had.add(number)
-                    hook = _torch.LibraryHook(functools.partial(self._arrive, row, number))
+                    hook = _torch.gradient_hooks.LibraryHook(functools.partial(self._arrive, row, number))
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def taken(self) -> dict[int, torch.Tensor]:
@@ -316,7 +316,7 @@ class _EarlyWindows:
         elif exchange.is_small(number):
             self._arrived[number] = _added(self._arrived.get(number), gradient, placement)
         else:
-            is_shared = number in self._had or not _torch.is_alone_in_memory(gradient)
+            is_shared = number in self._had or not _torch.storages.is_alone_in_memory(gradient)
             vector = _in_one_row(laid_out(gradient, placement))
             if is_shared and exchange.is_in_place(number) and number not in self._placed:
                 vector = vector.clone()

@@ -57,7 +57,7 @@ def _require_registered(kind: str) -> None:
             f"all strict devices of a process are of one kind, as torch has one private slot for backends: this "
             f"process has strict {HELD.kind}s and cannot have strict {kind}s; simulate one of them without strict"
         )
-    holder = _torch.private_slot_holder()
+    holder = _torch.private_slot.holder()
     if holder is not None:
         raise DeviceConfigurationError(
             f"strict devices need torch's private slot for backends, which {holder!r} holds in this process; use "
@@ -72,7 +72,7 @@ def _require_registered(kind: str) -> None:
 def register() -> None:
     """Puts the devices that `HELD` names into torch's private slot."""
     library: Any = torch.library.Library  # which has no annotations
-    _torch.take_private_slot(HELD.torch_type, device_module.module())
+    _torch.private_slot.take(HELD.torch_type, device_module.module())
     anything = library("_", "IMPL")
     anything.fallback(kernels.run, _KEY)
     for key, what in kernels.REFUSED.items():
@@ -86,19 +86,19 @@ def register() -> None:
         aten.impl(name, kernel, mixed_precision.AUTOCAST_KEY)
     anything.fallback(torch.library.fallthrough_kernel, mixed_precision.AUTOCAST_KEY)
     _libraries.extend((anything, aten))
-    _torch.replace_accelerator_functions(_accelerator_functions())
-    _torch.run_backward_of_private_slot(torch.device(HELD.torch_type, 0), streams.carried)
+    _torch.private_slot.replace_accelerator_functions(_accelerator_functions())
+    _torch.private_slot.run_backward_of_private_slot(torch.device(HELD.torch_type, 0), streams.carried)
     _replace_in_torch()
 
 
 def _own_kernels() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
-    for operation in (*_torch.operations_of("CPU"), *_torch.foreach_operations()):
-        schema = _torch.schema_of(operation)
+    for operation in (*_torch.operations.operations_of("CPU"), *_torch.operations.foreach_operations()):
+        schema = _torch.operations.schema_of(operation)
         name = schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
         shown = [each.alias_info for each in schema.arguments if each.alias_info is not None]
         is_view = name.startswith("set_.source") or any(not each.is_write for each in shown)
-        found[name] = functools.partial(_torch.run_kernel_of_cpu if is_view else kernels.run, operation)
+        found[name] = functools.partial(_torch.operations.run_kernel_of_cpu if is_view else kernels.run, operation)
     return found | kernels.KERNELS
 
 
@@ -146,8 +146,8 @@ def _replace_in_torch() -> None:
         *((torch.Tensor, each) for each in ("to", "new_tensor")),
     ):
         setattr(owner, name, _on_current_device(getattr(owner, name)))
-    _torch.number_device_contexts(_numbered)
-    _torch.let_data_move(HELD.torch_type)
+    _torch.private_slot.number_device_contexts(_numbered)
+    _torch.private_slot.let_data_move(HELD.torch_type)
     anything.Stream, anything.Event = streams.StrictStream, streams.StrictEvent
     anything.Generator = streams.StrictGenerator
     original = torch.UntypedStorage.__new__
@@ -178,5 +178,5 @@ def _new_storage(original: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
     device = kwargs.get("device")
     if device is None or torch.device(device).type != HELD.torch_type:
         return original(kind, *args, **kwargs)
-    with _torch.without_function_modes():
+    with _torch.modes.without_function_modes():
         return torch.empty(args[0] if args else 0, dtype=torch.uint8, device=device).untyped_storage()

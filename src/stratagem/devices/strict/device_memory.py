@@ -137,7 +137,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     place = tensor.storage_offset(), tensor.size(), tensor.stride()
     found = torch.empty(0, dtype=tensor.dtype).set_(host.untyped_storage(), *place)
     found = found.conj() if tensor.is_conj() else found  # torch only marks these, and computes them when they are read
-    return _torch.negated_view(found) if tensor.is_neg() else found
+    return _torch.tensors.negated_view(found) if tensor.is_neg() else found
 
 
 def is_on_device(host: torch.Tensor) -> bool:

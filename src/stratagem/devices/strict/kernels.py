@@ -49,7 +49,7 @@ class _Plan:
 
 def run(operation: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs an operation; what torch calls for everything that has no kernel of its own on strict devices."""
-    with _torch.without_function_modes():
+    with _torch.modes.without_function_modes():
         plan = _plan_of(operation)
         given = dict(zip(plan.names, args, strict=False)) | kwargs
         index = _device_of(operation, plan, given)
@@ -82,7 +82,7 @@ def run(operation: Any, *args: Any, **kwargs: Any) -> Any:
 def _on_cpu(operation: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     try:
         if torch.is_autocast_enabled("cpu"):
-            with _torch.below_autocast("AutocastCPU"):
+            with _torch.operations.below_autocast("AutocastCPU"):
                 return operation(*args, **kwargs)
         return operation(*args, **kwargs)
     except NotImplementedError as error:
@@ -118,7 +118,7 @@ _WITHOUT: Final = {
 
 @functools.cache
 def _plan_of(operation: Any) -> _Plan:
-    schema = _torch.schema_of(operation)
+    schema = _torch.operations.schema_of(operation)
     writes = [each for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
     aliases = {next(iter(each.alias_info.before_set)): each.name for each in writes if each.alias_info.before_set}
     returned = [
@@ -138,7 +138,7 @@ def _plan_of(operation: Any) -> _Plan:
         tensors=frozenset(
             each.name
             for each in schema.arguments
-            if str(each.type) == "Tensor" and not _torch.takes_numbers_for_tensors(name)
+            if str(each.type) == "Tensor" and not _torch.operations.takes_numbers_for_tensors(name)
         ),
     )
 
@@ -151,7 +151,7 @@ def _as_tensor(number: complex, given: dict[str, Any]) -> torch.Tensor:
 
 
 def _name_of(operation: Any) -> str:
-    return str(_torch.schema_of(operation).name.partition("::")[2])
+    return str(_torch.operations.schema_of(operation).name.partition("::")[2])
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -271,7 +271,7 @@ def _empty(size: Any, *, dtype: Any = None, device: Any = None, memory_format: A
     dtype = dtype or torch.get_default_dtype()
     index = streams.index_of(device)
     device_memory.require(_product(size) * dtype.itemsize, index)
-    with _torch.without_function_modes():
+    with _torch.modes.without_function_modes():
         made = torch.empty(size, dtype=dtype, device="cpu", memory_format=memory_format or torch.contiguous_format)
         return device_memory.to_device(made, index)
 
@@ -281,19 +281,20 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = N
     index = streams.index_of(device)
     extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if _product(size) else 0
     device_memory.require(extent * dtype.itemsize, index)
-    with _torch.without_function_modes():
+    with _torch.modes.without_function_modes():
         whole = device_memory.to_device(torch.empty(extent, dtype=dtype, device="cpu"), index)
         return _as_strided(whole, size, stride, 0)
 
 
 def _as_strided(tensor: torch.Tensor, size: Any, stride: Any, offset: int | None = None) -> torch.Tensor:
-    made: torch.Tensor = _torch.run_kernel_of_cpu(torch.ops.aten.as_strided.default, tensor, size, stride, offset)
+    as_strided = torch.ops.aten.as_strided.default
+    made: torch.Tensor = _torch.operations.run_kernel_of_cpu(as_strided, tensor, size, stride, offset)
     return made
 
 
 def _resize_(tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
     """Takes new memory where the old is too small; others that shared it keep the old one."""
-    with _torch.without_function_modes():
+    with _torch.modes.without_function_modes():
         stride = torch.empty(size, device="meta", memory_format=memory_format or torch.contiguous_format).stride()
         storage = tensor.untyped_storage()
         needed = (tensor.storage_offset() + _product(size)) * tensor.itemsize
@@ -302,7 +303,7 @@ def _resize_(tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> t
             host[: storage.nbytes()] = _bytes_of(tensor)
             storage = device_memory.to_device(host, tensor.device.index).untyped_storage()
         set_ = torch.ops.aten.set_.source_Storage_storage_offset
-        _torch.run_kernel_of_cpu(set_, tensor, storage, tensor.storage_offset(), list(size), list(stride))
+        _torch.operations.run_kernel_of_cpu(set_, tensor, storage, tensor.storage_offset(), list(size), list(stride))
         return tensor
 
 
@@ -323,7 +324,7 @@ def _copy_(target: torch.Tensor, source: Any, non_blocking: bool = False) -> tor
     """Copies within a device, between two, to and from the host; the host waits where a real one would."""
     if not isinstance(source, torch.Tensor):
         return target.fill_(source)  # a number
-    with _torch.without_function_modes():
+    with _torch.modes.without_function_modes():
         inner, outer = source.device.type == HELD.torch_type, target.device.type == HELD.torch_type
         index = target.device.index if outer else source.device.index
         counts.note_kernel("copy_", index, streams.current_stream_number(index))
@@ -408,7 +409,7 @@ def _gru_cell_backward(grad: Any, workspace: Any, has_bias: bool) -> Any:
 
 
 def _pin_memory(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-    with _torch.without_function_modes():
+    with _torch.modes.without_function_modes():
         return device_memory.pin(tensor)
 
 

@@ -130,7 +130,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     for names, cast in ((_LOWER, _lower), (_FULL, _full), (_WIDEST, _widest)):
         for name in names:
-            operation = _torch.operation_named(f"aten::{name}")
+            operation = _torch.operations.operation_named(f"aten::{name}")
             if operation is not None:
                 found[name] = _casting(operation, cast)
     return found
@@ -138,7 +138,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
 
 def _casting(operation: Any, cast: Callable[[list[torch.Tensor]], torch.dtype]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _torch.below_autocast(AUTOCAST_KEY):
+        with _torch.operations.below_autocast(AUTOCAST_KEY):
             dtype = cast(list(_castable((*args, *kwargs.values()))))
             return operation(*_cast(args, dtype), **{key: _cast(value, dtype) for key, value in kwargs.items()})
 

@@ -221,7 +221,7 @@ class StrictGenerator(_TorchGenerator, metaclass=_AlsoTorchsGenerator):  # type:
             return _TorchGenerator(given)
         made = _TorchGenerator.__new__(cls)
         made.strict_device = torch.device(HELD.torch_type, index_of(given))
-        number = _torch.identity_of(made)
+        number = _torch.private_slot.identity_of(made)
         _device_by_generator[number] = made.strict_device
         weakref.finalize(made, _device_by_generator.pop, number, None)
         return made
@@ -243,7 +243,7 @@ _generators: dict[int, StrictGenerator] = {}
 
 def device_of(generator: Any) -> torch.device:
     """Where a generator that a kernel was given belongs."""
-    found = _device_by_generator.get(_torch.identity_of(generator))
+    found = _device_by_generator.get(_torch.private_slot.identity_of(generator))
     return torch.device(generator.device) if found is None else found
 
 

@@ -78,7 +78,8 @@ def processes(visible: Callable[[int], Sequence[int]]) -> list[GpuProcess]:
 
 def _connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     group = _c10d.ProcessGroupNCCL
-    return group(_c10d.PrefixStore(NCCL.name, store), rank, size, _torch.group_options(group, timeout))
+    options = _torch.collective_groups.group_options(group, timeout)
+    return group(_c10d.PrefixStore(NCCL.name, store), rank, size, options)
 
 
 NCCL: Final = GroupBackend("nccl", torch.distributed.is_nccl_available, _connect)

@@ -41,7 +41,7 @@ class _Counted:
 
 def module_of(torch_type: str) -> str | None:
     """The module that brings a type of device into the private slot of torch; `None` for torch's own types."""
-    if _torch.private_slot_holder() != torch_type:
+    if _torch.private_slot.holder() != torch_type:
         return None
     return str(getattr(getattr(_torch_modules, torch_type, None), "__name__", torch_type))
 
@@ -53,12 +53,12 @@ def device(torch_type: str, index: int | None, module: str) -> torch.device:
         DeviceNotFoundError: The package cannot be loaded here, or brings no such devices.
     """
     why = "it brings no such devices"
-    if _torch.private_slot_holder() != torch_type and module not in sys.modules:
+    if _torch.private_slot.holder() != torch_type and module not in sys.modules:
         try:
             importlib.import_module(module)
         except ImportError as error:
             why = str(error)
-    if _torch.private_slot_holder() != torch_type:
+    if _torch.private_slot.holder() != torch_type:
         raise DeviceNotFoundError(
             f"devices of type {torch_type!r} come from {module!r}, which this process cannot load ({why}); replicas "
             f"are processes of their own: install that package so that they can import it"

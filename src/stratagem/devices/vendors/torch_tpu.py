@@ -18,7 +18,7 @@ TPU_DIST: Final = registered("tpu_dist")
 
 def is_built() -> bool:
     """Whether this program has loaded what lets torch see them."""
-    return _torch.private_slot_holder() == "tpu" and hasattr(torch, "tpu")
+    return _torch.private_slot.holder() == "tpu" and hasattr(torch, "tpu")
 
 
 def accelerator(kind: str) -> TorchAccelerator:

@@ -220,4 +220,4 @@ def one_program() -> OneProgram:
 
 @functools.cache
 def _let_tensors_move() -> None:
-    _torch.let_data_move(TORCH_TYPE)
+    _torch.private_slot.let_data_move(TORCH_TYPE)

@@ -33,7 +33,8 @@ def _described(properties: Any) -> DeviceDetails:
 
 def _connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     group = _c10d.ProcessGroupXCCL
-    return group(_c10d.PrefixStore(XCCL.name, store), rank, size, _torch.group_options(group, timeout))
+    options = _torch.collective_groups.group_options(group, timeout)
+    return group(_c10d.PrefixStore(XCCL.name, store), rank, size, options)
 
 
 XCCL: Final = GroupBackend("xccl", torch.distributed.is_xccl_available, _connect)

@@ -269,7 +269,7 @@ class MainProgram:
             )
 
         # Schedulers look for these, and warn if nobody has stepped; workers are about to.
-        _torch.mark_stepped(optimizer)
+        _torch.optimizer_parts.mark_stepped(optimizer)
         optimizer.state_dict = gather  # type: ignore[method-assign]
         optimizer.load_state_dict = load  # type: ignore[method-assign,assignment]
         put_step(optimizer, step)

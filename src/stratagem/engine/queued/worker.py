@@ -283,7 +283,7 @@ class WorkerRuntime:
                 "optimizer.step() was called outside strategy.run; call it in the function that you run"
             )
         optimizer: Any = held()
-        _torch.mark_stepped(optimizer)
+        _torch.optimizer_parts.mark_stepped(optimizer)
         return step_with_hooks(optimizer, functools.partial(self._push_gradients, optimizer, update, slots), closure)
 
     @scopes.recording()

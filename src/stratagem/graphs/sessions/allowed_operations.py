@@ -60,9 +60,9 @@ NAMES: Final = frozenset(
 
 def name_of(function: Any) -> tuple[str, str] | None:
     """The name and overload of an operation that may travel; None for all others."""
-    namespace, _, name = _torch.schema_of(function).name.partition("::")
-    allowed = namespace == "aten" and name in NAMES and not _torch.schema_of(function).is_mutable
-    return (name, _torch.overload_of(function)) if allowed else None
+    namespace, _, name = _torch.operations.schema_of(function).name.partition("::")
+    allowed = namespace == "aten" and name in NAMES and not _torch.operations.schema_of(function).is_mutable
+    return (name, _torch.operations.overload_of(function)) if allowed else None
 
 
 def operation(name: Any, overload: Any) -> Any:
@@ -73,4 +73,4 @@ def operation(name: Any, overload: Any) -> Any:
     if packet is None or overload not in packet.overloads():
         return None
     function = getattr(packet, overload)
-    return None if _torch.schema_of(function).is_mutable else function
+    return None if _torch.operations.schema_of(function).is_mutable else function

@@ -21,7 +21,7 @@ _Rule: TypeAlias = Callable[[_Arguments], None]
 
 def checked(function: Any) -> Any:
     """An operation that refuses what its kernel would not; most do already, and come back as they are."""
-    rule = _RULES.get(_torch.schema_of(function).name.removeprefix("aten::"))
+    rule = _RULES.get(_torch.operations.schema_of(function).name.removeprefix("aten::"))
     return function if rule is None else _Checked(function, rule)
 
 
@@ -33,8 +33,8 @@ class _Checked:
         self._function = function
         self._rule = rule
         self.tags = function.tags
-        self._names = [each.name for each in _torch.schema_of(function).arguments]
-        self._defaults = {each.name: each.default_value for each in _torch.schema_of(function).arguments}
+        self._names = [each.name for each in _torch.operations.schema_of(function).arguments]
+        self._defaults = {each.name: each.default_value for each in _torch.operations.schema_of(function).arguments}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._rule({**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs})

@@ -273,7 +273,7 @@ class _Reader:
         if function is None:
             raise ProtocolError(f"{str(named)[:_MOST_TEXT]} is not among the operations that a task runs for another")
         args, kwargs, num_outputs = about["args"], about["kwargs"], about["num_outputs"]
-        names = [each.name for each in _torch.schema_of(function).arguments]
+        names = [each.name for each in _torch.operations.schema_of(function).arguments]
         require(isinstance(args, list) and len(args) <= len(names), f"the arguments of {named}")
         require(isinstance(kwargs, dict) and kwargs.keys() <= set(names), f"the arguments of {named}")
         require(type(num_outputs) is int and 0 <= num_outputs <= _MOST_LIST, f"the outputs of {named}")

@@ -157,7 +157,7 @@ class Session(StaysHere):
                 f"and connections; run it there, or make a session in a process that was started by spawn"
             )
         # No scope and no graph that is open around the call concerns what is computed here.
-        with scopes.recording(), _torch.without_dispatch_modes(), self._running:
+        with scopes.recording(), _torch.modes.without_dispatch_modes(), self._running:
             return self._run(read_fetches(self.graph, fetches), read_feeds(self.graph, feed_dict))
 
     @staticmethod

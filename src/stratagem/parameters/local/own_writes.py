@@ -32,7 +32,7 @@ class OwnWrites:
 
     def names(self) -> list[int]:
         """Those that have been written to."""
-        return [name for name, each in self._parameters.items() if _torch.version_of(each) != self._marks[name]]
+        return [name for name, each in self._parameters.items() if _torch.tensors.version_of(each) != self._marks[name]]
 
     def note(self, names: Iterable[int]) -> None:
         """Takes parameters, of those that it has, for written to."""
@@ -41,7 +41,7 @@ class OwnWrites:
     def settle(self, names: Iterable[int] | None = None) -> None:
         """Takes parameters, by default all, for not written to."""
         chosen = self._parameters if names is None else names
-        self._marks |= {name: _torch.version_of(self._parameters[name]) for name in chosen}
+        self._marks |= {name: _torch.tensors.version_of(self._parameters[name]) for name in chosen}
 
     def note_update(self, parameters: Iterable[torch.Tensor]) -> None:
         """Lets autograd know of new values: a graph that was made with the old ones is refused, as on one device."""

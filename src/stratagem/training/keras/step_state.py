@@ -69,7 +69,7 @@ class StepState:
         with torch.no_grad():
             _copy(everyones[len(self._sums) :], own[len(self._sums) :])
             self._start(own[: len(self._sums)], shift)
-            versions = [_torch.version_of(self._own[id(each)]) for each, _ in self._joined]
+            versions = [_torch.tensors.version_of(self._own[id(each)]) for each, _ in self._joined]
             for variable, mine in zip(variables, own, strict=True):
                 variable._value = mine
             for each in self._overwritten:
@@ -166,7 +166,7 @@ class StepState:
     def _start(self, sums: list[torch.Tensor], shift: int) -> None:
         """Metrics begin at nothing; random numbers differ from those of other replicas."""
         if sums:
-            _torch.foreach_zero_(sums)
+            _torch.tensors.foreach_zero_(sums)
         for each in self._seeds:
             self._own[id(each)].view(-1)[:1] += shift
 
@@ -192,7 +192,8 @@ class StepState:
         """Finds out, with the other replicas, which variables steps change."""
         self._is_settled = True
         pairs = zip(self._joined, versions, strict=True)
-        written = torch.tensor([_torch.version_of(self._own[id(each)]) != version for (each, _), version in pairs])
+        now = _torch.tensors.version_of
+        written = torch.tensor([now(self._own[id(each)]) != version for (each, _), version in pairs])
         is_any = replica.all_reduce("max", written.double()).tolist()
         left = [each for (each, _), changes in zip(self._joined, is_any, strict=True) if not changes]
         self._joined = [pair for pair, changes in zip(self._joined, is_any, strict=True) if changes]
@@ -249,7 +250,7 @@ def _unique(variables: Any, but: Sequence[Any] = ()) -> list[Any]:
 
 def _copy(values: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     if tensors:
-        _torch.foreach_copy_(tensors, values)
+        _torch.tensors.foreach_copy_(tensors, values)
 
 
 def _is_float(variable: Any) -> bool:
