@@ -108,14 +108,27 @@ def test_gradient_that_was_not_finite_when_it_was_given_up_is_known() -> None:
 
 
 def test_failed_pass_gives_back_what_was_not_sent() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, 10, bias=False), nn.Linear(10, 10, bias=False))
+    used = nn.Sequential(nn.Linear(WIDTH, 10, bias=False), nn.Linear(10, 10, bias=False))
+    last = nn.Linear(LARGE, 1, bias=False)  # of which the windows consist that go first
+    windows, other, _ = windows_of(nn.Sequential(used, last))
+    windows.begin(syncing=True, counts=True)
+    used(torch.ones(2, WIDTH)).sum().backward()
+    assert not other.sums
+    assert all(each.grad is None for each in used.parameters())
+    windows.abandon()
+    assert all(each.grad is not None for each in used.parameters())
+
+
+def test_gradients_that_fit_into_one_window_stay_where_they_are_until_the_pass_ends() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
     windows, other, _ = windows_of(model)
     windows.begin(syncing=True, counts=True)
-    model(torch.ones(2, WIDTH)).sum().backward()
-    assert not other.sums  # all of it fits into one window
-    assert all(each.grad is None for each in model.parameters())
-    windows.abandon()
-    assert all(each.grad is not None for each in model.parameters())
+    assert not any(any(_torch.gradient_hooks.hooks_of(each)) for each in model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    assert not other.sums
+    own = {number: each.grad for number, each in enumerate(model.parameters()) if each.grad is not None}
+    assert windows.sum(own).present == set(range(20))
+    assert other.sums
 
 
 def parameters_around_a_large_one() -> nn.ParameterList:

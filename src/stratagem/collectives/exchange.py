@@ -267,6 +267,11 @@ class WindowExchange:
         if self._is_alone:
             self._in_place.let_go()
 
+    @property
+    def can_send_early(self) -> bool:
+        """Whether a window may go out before `add_up`: not the last to go, which is the only one of a small vector."""
+        return len(self._windows) > 1
+
     def next_segments(self) -> range:
         """The segments that the next window to be sent early consists of."""
         number = len(self._windows) - 1 - self._num_early

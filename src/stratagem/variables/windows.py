@@ -262,6 +262,8 @@ class _EarlyWindows:
         """Watches a pass over the parameters of a store."""
         self.end()
         for row in rows if self._start_sum is not None else ():
+            if not row.exchange.can_send_early:
+                continue  # a hook on each of many small tensors would cost more than their computation
             self._row = row
             row.exchange.forget()
             for number, parameter in enumerate(row.store.tensors):
