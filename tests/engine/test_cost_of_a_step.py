@@ -121,8 +121,9 @@ def test_a_steady_step_sends_one_small_message_and_does_nothing_for_each_tensor(
 
 
 def test_a_step_passes_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Who has to wait looks at the clock besides.
-    files = count(monkeypatch, 20, OPTIMIZERS["momentum"]).files_of_step - {"_clock.py"}
+    # Who has to wait looks at the clock besides; a program that has traced a function has optimizers that know of it.
+    others = {"_clock.py", "graphs/trace_optimizers.py"}
+    files = count(monkeypatch, 20, OPTIMIZERS["momentum"]).files_of_step - others
     assert "engine/replica.py" in files
     assert len(files) <= _MOST_FILES, sorted(files)
 
