@@ -516,3 +516,39 @@ def test_patch_of_a_package_is_made_in_all_replicas_by_a_run(four_cpus: None) ->
             assert own.run(look).values == (101.0, 101.0)
         finally:
             torch.nn.functional.relu6 = before
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.x = 1
+
+
+class TravelsInItsOwnWay(Plain):
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+class SetsInItsOwnWay(Plain):
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__[f"own {name}"] = value
+
+
+class Frozen(Plain):
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("kind", [TravelsInItsOwnWay, SetsInItsOwnWay, Frozen])
+def test_object_that_is_given_another_class_is_followed_on(strategy: sg.MirroredStrategy, kind: type) -> None:
+    value = Plain()
+
+    def look() -> tuple[str, dict[str, Any]]:
+        return type(value).__name__, dict(vars(value))
+
+    assert results(strategy, look) == [("Plain", {"x": 1})] * 2
+    object.__setattr__(value, "__class__", kind)
+    vars(value)["__class__"] = "an attribute like others"
+    for number in (2, 3):
+        assert results(strategy, look) == [look()] * 2
+        vars(value)["x"] = number
+    assert results(strategy, look) == [(kind.__name__, {"x": 3, "__class__": "an attribute like others"})] * 2

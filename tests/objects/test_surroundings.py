@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,9 @@ def set_for_all(change: Callable[[Any], Any], value: Any, before: Any) -> Iterat
 def set_precision(precision: str) -> None:
     torch.backends.mkldnn.matmul.fp32_precision = precision
 
+
+ENGINE = torch.backends.quantized.engine
+OTHER_ENGINE = next(each for each in torch.backends.quantized.supported_engines if each not in (ENGINE, "none"))
 
 SURROUNDINGS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any]], Callable[[], Any]]] = {
     "no gradients": (torch.no_grad, torch.is_grad_enabled),
@@ -63,6 +68,24 @@ SURROUNDINGS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any
         lambda: set_for_all(torch.backends.cuda.enable_flash_sdp, False, True),
         torch.backends.cuda.flash_sdp_enabled,
     ),
+    "attention in modules": (
+        lambda: set_for_all(torch.backends.mha.set_fastpath_enabled, False, True),
+        torch.backends.mha.get_fastpath_enabled,
+    ),
+    "engine of quantized products": (
+        lambda: set_for_all(functools.partial(setattr, torch.backends.quantized, "engine"), OTHER_ENGINE, ENGINE),
+        lambda: torch.backends.quantized.engine,
+    ),
+    "checks of sparse tensors": (
+        torch.sparse.check_sparse_tensor_invariants,
+        torch.sparse.check_sparse_tensor_invariants.is_enabled,
+    ),
+    "uninitialized memory": (
+        lambda: set_for_all(
+            functools.partial(setattr, torch.utils.deterministic, "fill_uninitialized_memory"), False, True
+        ),
+        lambda: torch.utils.deterministic.fill_uninitialized_memory,
+    ),
     "denormal": (
         lambda: set_for_all(torch.set_flush_denormal, True, False),
         lambda: bool(torch.tensor(3e-308, dtype=torch.float64) / 2 == 0),
@@ -96,6 +119,49 @@ def test_folder_that_is_gone_is_no_obstacle(strategy: sg.MirroredStrategy, tmp_p
         os.chdir(folder)
         folder.rmdir()
         assert strategy.run(lambda: 1).values == (1, 1)
+
+
+def test_filters_of_a_library_that_a_replica_loads_later_hold_from_then_on(
+    strategy: sg.MirroredStrategy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "late_library.py").write_text("class Careful(UserWarning):\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    late = importlib.import_module("late_library")
+
+    def warned() -> str:
+        late = importlib.import_module("late_library")
+        try:
+            warnings.warn("now", late.Careful, stacklevel=1)
+        except late.Careful:
+            return "raised"
+        return "warned"
+
+    def load() -> None:
+        sys.path.insert(0, str(tmp_path))
+        importlib.import_module("late_library")
+        del sys.path[0]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", late.Careful)
+        strategy.run(load)
+        assert strategy.local_results(strategy.run(warned)) == ("raised", "raised")
+    monkeypatch.delitem(sys.modules, "late_library")
+
+
+def test_filter_of_a_category_that_replicas_do_not_have_is_no_obstacle(strategy: sg.MirroredStrategy) -> None:
+    unknown = type("NotThere", (UserWarning,), {"__module__": "numpy"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", unknown)
+        warnings.simplefilter("error", BytesWarning)
+
+        def is_raised() -> bool:
+            try:
+                warnings.warn("now", BytesWarning, stacklevel=1)
+            except BytesWarning:
+                return True
+            return False
+
+        assert strategy.local_results(strategy.run(is_raised)) == (True, True)
 
 
 def test_what_is_made_under_inference_mode_can_be_trained(four_cpus: None) -> None:

@@ -241,3 +241,37 @@ def test_errors_of_torch_that_ddp_programs_meet_say_what_to_write(
         assert "Leave out init_process_group" in "\n".join(raised.value.__notes__)
         with strategy.scope():
             strategy.run(lambda: None)
+
+
+def test_module_has_the_class_it_was_given_in_every_replica(four_cpus: None) -> None:
+    # As a cell of a notebook that runs again, or IPython's autoreload, does with the same name.
+    source = "class Net(nn.Linear):\n    def forward(self, x): return nn.Linear.forward(self, x) * {}\n"
+
+    def defined(factor: float) -> type[nn.Module]:
+        names: dict[str, Any] = {"nn": nn, "__name__": "__main__"}
+        exec(source.format(factor), names)  # noqa: S102
+        return names["Net"]  # type: ignore[no-any-return]
+
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            model = defined(1.0)(2, 1, bias=False)
+            parametrized = nn.utils.parametrizations.orthogonal(nn.Linear(2, 2))
+            nn.init.ones_(model.weight)  # type: ignore[arg-type]
+        for factor in (1.0, 0.5, 2.0):
+            object.__setattr__(model, "__class__", defined(factor))
+            for _ in range(2):
+                values = strategy.run(lambda: [model(torch.ones(2)).item(), type(parametrized).__name__])
+                assert strategy.local_results(values) == ([2 * factor, "ParametrizedLinear"],) * 2
+
+
+def test_optimizer_that_was_given_another_class_is_refused(four_cpus: None) -> None:
+    class Other(torch.optim.SGD):
+        pass
+
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        with strategy.scope():
+            optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+        strategy.run(int)
+        optimizer.__class__ = Other
+        with pytest.raises(StrategyError, match=r"SGD has been given another class, .*Other.*load_state_dict"):
+            strategy.run(int)

@@ -1,11 +1,13 @@
 """By which kernels torch computes, and how exactly, in the whole process."""
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
+import torch.backends.mha
 
 _any_torch: Final[Any] = torch  # whose annotations leave some of these out
 
@@ -31,11 +33,17 @@ _PRODUCTS: Final = [(backend, each) for backend in ("cuda", "mkldnn") for each i
 
 def precision_of_products() -> tuple[str | None, ...]:
     """By `torch.set_float32_matmul_precision`, and by each `fp32_precision` of `torch.backends`."""
+    own = tuple([_any_torch._C._get_fp32_precision_getter(*each) for each in _PRODUCTS])
+    return _word_for(own), *own
+
+
+@functools.lru_cache(maxsize=4)
+def _word_for(_: tuple[str, ...]) -> str | None:
+    """The word of `torch.set_float32_matmul_precision`, asked for when one of the others has changed."""
     try:
-        of_all = torch.get_float32_matmul_precision()
+        return torch.get_float32_matmul_precision()
     except RuntimeError:  # the program has set one of the others, which torch does not say in the words of this one
-        of_all = None
-    return of_all, *[_any_torch._C._get_fp32_precision_getter(*each) for each in _PRODUCTS]
+        return None
 
 
 def set_precision_of_products(those: tuple[str | None, ...]) -> None:
@@ -48,11 +56,26 @@ def set_precision_of_products(those: tuple[str | None, ...]) -> None:
             _any_torch._C._set_fp32_precision_setter(*each, precision)
 
 
-_KERNELS: Final = (  # how each choice is read and made
-    *[
-        (getattr(_any_torch._C, f"_get_{name}"), getattr(_any_torch._C, f"_set_{name}"))
-        for name in ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled")
-    ],
+def _set(function: Callable[..., object], value: Any) -> None:
+    function(*value) if isinstance(value, tuple) else function(value)
+
+
+def _choices(*names: str) -> Iterator[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """How each of some choices is read and made, of those that this torch has."""
+    for name in names:
+        if (read := getattr(_any_torch._C, f"_get_{name}", None)) is not None:
+            yield read, functools.partial(_set, getattr(_any_torch._C, f"_set_{name}"))
+
+
+_KERNELS: Final = (
+    *_choices(
+        *("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled", "mkldnn_deterministic"),
+        *("cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction"),
+        *("cublas_allow_fp16_accumulation", "math_sdp_allow_fp16_bf16_reduction"),
+        *("deterministic_fill_uninitialized_memory", "qengine"),
+    ),
+    (_any_torch._C._check_sparse_tensor_invariants, _any_torch._C._set_check_sparse_tensor_invariants),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
@@ -60,12 +83,13 @@ _KERNELS: Final = (  # how each choice is read and made
 )
 
 
-def choice_of_kernels() -> tuple[bool, ...]:
+def choice_of_kernels() -> tuple[Any, ...]:
     """By `torch.backends.cudnn.benchmark`, `torch.backends.cuda.enable_flash_sdp` and the like."""
     return tuple([read() for read, _ in _KERNELS])
 
 
-def set_choice_of_kernels(choice: tuple[bool, ...]) -> None:
+def set_choice_of_kernels(choice: tuple[Any, ...]) -> None:
     """What `choice_of_kernels` gave."""
-    for (_, choose), chosen in zip(_KERNELS, choice, strict=True):
-        choose(chosen)
+    for (read, choose), chosen in zip(_KERNELS, choice, strict=True):
+        if read() != chosen:
+            choose(chosen)

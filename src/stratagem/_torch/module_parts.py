@@ -16,6 +16,13 @@ def own_tensors(module: Any) -> tuple[torch.Tensor | None, ...]:
     return (*module._parameters.values(), *module._buffers.values())
 
 
+def class_of(module: torch.nn.Module) -> type:
+    """The class that a program gave a module; a parametrized one has another, made by torch for it alone."""
+    if "parametrizations" in module._modules and parametrize.is_parametrized(module):
+        return type(module).__bases__[0]
+    return type(module)
+
+
 def reduce_parametrized(obj: Any) -> Any:
     """How a parametrized module travels, which torch lets nobody send; `NotImplemented` for all else."""
     if not isinstance(obj, torch.nn.Module) or not parametrize.is_parametrized(obj):

@@ -22,7 +22,7 @@ import torch
 from stratagem import _torch, _tree
 from stratagem.objects import kinds
 from stratagem.objects.comparing import FIXED, VALUES, Token
-from stratagem.objects.kind import Kind
+from stratagem.objects.kind import CONTENT, Kind
 from stratagem.objects.kinds import Namespace
 from stratagem.objects.known_objects import KnownObject, Stamp
 from stratagem.objects.per_replica import Deferred, PerReplica
@@ -275,8 +275,8 @@ class Captured:
             if (kind := kinds.kind_of_distributed(obj)) is not None:
                 node = self._distributed[name] = KnownObject(name, kind)
                 node.weak, node.is_sent = weakref.ref(obj), True
-                # What leads to nothing that can change has come with it.
-                known = {key for key, value in kind.read(obj).items() if not _can_change(value)}
+                # Its class, and what leads to nothing that can change, have come with it.
+                known = {key for key, value in kind.read(obj).items() if key == CONTENT or not _can_change(value)}
                 tokens = kind.tokens(obj, TokenMaker(self.name_of, self.knows).token)
                 node.state = {key: token for key, token in tokens.items() if key in known}
 
@@ -591,5 +591,5 @@ def receive(delivery: Delivery, registry: Registry, replica: int) -> None:
         registry.keep(name, obj)
     for name, (members, removed) in zip(delivery.names[1], delivery.changes, strict=True):
         obj = registry.resolve(name)
-        kind = kinds.kind_of_distributed(obj) if name > 0 else kinds.kind_of(obj)
+        kind = kinds.kind_of_distributed(obj) if name > 0 else kinds.kind_of_known(obj)
         kind.write(obj, members, removed, replica)  # type: ignore[union-attr]

@@ -54,7 +54,7 @@ class _Items(Kind):
 @final
 class _Attributes(Kind):
     def read(self, obj: Any) -> Mapping[Any, Any]:
-        return {_OWN_CLASS: type(obj), **vars(obj)}
+        return {CONTENT: type(obj), **vars(obj)}
 
     def identities(self, obj: Any) -> tuple[int, ...] | None:
         members = vars(obj)
@@ -65,14 +65,15 @@ class _Attributes(Kind):
 
     def write(self, obj: Any, members: Mapping[Any, Any], removed: Iterable[Any], replica: int) -> None:
         own = dict(members)
-        if (kind := own.pop(_OWN_CLASS, type(obj))) is not type(obj):
-            obj.__class__ = kind
+        _give_class(obj, own.pop(CONTENT, type(obj)))
         for key in removed:
             vars(obj).pop(key, None)
         vars(obj).update(own)
 
 
-_OWN_CLASS: Final = "__class__"
+def _give_class(obj: Any, kind: type) -> None:
+    if kind is not type(obj):
+        object.__setattr__(obj, "__class__", kind)  # its own way of setting may refuse, or do something else
 
 
 @final
@@ -277,13 +278,13 @@ class Module(Kind):
             # Hooks before a call may compute a weight (pruning, old norms): each replica has its own.
             own = {key: value for key, value in own.items() if getattr(value, "grad_fn", None) is None}
         own |= {kind: _own_hooks(obj, kind) for kind in _torch.module_parts.MODULE_HOOKS if vars(obj)[kind]}
-        return own
+        return {CONTENT: _torch.module_parts.class_of(obj), **own}
 
     def identities(self, obj: Any) -> tuple[int, ...] | None:
         members = vars(obj)
         if any(map(members.get, _torch.module_parts.MODULE_HOOKS)):
             return None
-        return *map(id, members), *map(id, members.values())
+        return id(type(obj)), *map(id, members), *map(id, members.values())
 
     def used(self, obj: Any) -> Iterable[Any]:
         members = self.read(obj)
@@ -356,6 +357,8 @@ def _is_plain_sequence(value: Any) -> bool:
 
 
 def _put_members(obj: Any, members: Mapping[Any, Any], removed: Iterable[Any]) -> None:
+    if CONTENT in members and members[CONTENT] is not _torch.module_parts.class_of(obj):
+        _give_class(obj, members[CONTENT])
     for key in removed:
         if key in _HOOKS:
             _put_hooks(obj, key, ())
@@ -364,7 +367,7 @@ def _put_members(obj: Any, members: Mapping[Any, Any], removed: Iterable[Any]) -
     for key, value in members.items():
         if key in _HOOKS:
             _put_hooks(obj, key, value)
-        else:
+        elif key != CONTENT:
             vars(obj)[key] = value
 
 
@@ -463,6 +466,11 @@ def kind_of(obj: Any) -> Kind | None:
     if isinstance(obj, type):
         return _CLASS
     return _ATTRIBUTES if _is_only_its_dict(obj) else None
+
+
+def kind_of_known(obj: Any) -> Kind:
+    """The kind of an object that has one; it keeps it with a class that it is given later, whatever that says."""
+    return kind_of(obj) or _ATTRIBUTES
 
 
 def kind_of_distributed(obj: Any) -> Kind | None:

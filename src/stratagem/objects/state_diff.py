@@ -27,6 +27,13 @@ class _OfModule(NamedTuple):
     held: tuple[dict[str, int | None], ...] | None = None
 
 
+class _OfOptimizer(NamedTuple):
+    """What an optimizer is besides its state."""
+
+    kind: type
+    groups: list[tuple[list[int], dict[str, Any]]]
+
+
 def snapshot(named: dict[int, Any], names: Mapping[int, int]) -> Snapshot:
     """The plain values of some objects, and which objects stand in which, by name.
 
@@ -45,7 +52,7 @@ def sent_with_tensors(named: dict[int, torch.Tensor]) -> Snapshot:
 def difference(before: Snapshot, now: Snapshot) -> Snapshot:
     """What has changed, by name."""
     return {
-        name: _changed(before.get(name), values) if isinstance(values, _OfModule) else values
+        name: _changed(before.get(name), values) if isinstance(values, _OfModule | _OfOptimizer) else values
         for name, values in now.items()
         if before.get(name) != values
     }
@@ -86,10 +93,11 @@ def _values(obj: Any, names: Mapping[int, int]) -> Any:
         held = tuple([_named_parts(members[kind], names) for kind in _torch.module_parts.MODULE_PARTS])
         return _OfModule(type(obj).__qualname__, members.get("training"), held)
     if isinstance(obj, torch.optim.Optimizer):
-        return [
+        groups = [
             (list(map(names.get, map(id, group["params"]), itertools.repeat(_NO_NAME))), options)
             for group, options in zip(obj.param_groups, options_of(obj), strict=True)
         ]
+        return _OfOptimizer(type(obj), groups)
     if isinstance(obj, torch.amp.GradScaler):
         return obj.state_dict()
     return None
@@ -99,7 +107,15 @@ def _named_parts(parts: dict[str, Any], names: Mapping[int, int]) -> dict[str, i
     return {key: None if part is None else names.get(id(part), _NO_NAME) for key, part in parts.items()}
 
 
-def _changed(before: _OfModule | None, now: _OfModule) -> _OfModule:
+def _changed(before: Any, now: _OfModule | _OfOptimizer) -> Any:
+    if isinstance(now, _OfOptimizer):
+        if before is not None and before.kind is not now.kind:
+            raise StrategyError(
+                f"a distributed {before.kind.__qualname__} has been given another class, {now.kind.__qualname__}, "
+                f"which the replicas' optimizers would not have; make a new optimizer inside strategy.scope(), and "
+                f"give it the state of the old one by load_state_dict"
+            )
+        return now.groups
     before = before or _OfModule()
     if before.kind is not None and before.kind != now.kind:
         raise StrategyError(

@@ -13,7 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, final
 
 import torch
 
@@ -64,7 +64,7 @@ def surrounded_by(wanted: Surroundings) -> contextlib.AbstractContextManager[Any
     for setting, value in zip(_SETTINGS, wanted.settings, strict=True):
         if setting.read() != value:
             setting.write(value)
-    _set_filters(wanted.warnings)
+    _filters.set(wanted.warnings)
     with contextlib.ExitStack() as put_back:
         if wanted.inference:
             put_back.enter_context(torch.inference_mode())
@@ -97,11 +97,11 @@ def _flushes_denormal() -> bool:
 
 
 def _arguments() -> tuple[str, ...]:
-    return tuple(map(str, sys.argv))
+    return tuple(map(str, getattr(sys, "argv", ())))
 
 
 def _set_arguments(arguments: tuple[str, ...]) -> None:
-    sys.argv[:] = arguments
+    sys.argv = list(arguments)
 
 
 def _folder() -> str | None:
@@ -146,10 +146,33 @@ def _pattern(text: str | re.Pattern[str] | None) -> str:
     return text.pattern if isinstance(text, re.Pattern) else text or ""
 
 
-@functools.lru_cache(maxsize=1)  # again when they have changed
-def _set_filters(plain: str) -> None:
-    warnings.resetwarnings()
-    for action, message, home, name, module, line in json.loads(plain):
-        if home in sys.modules:  # else nothing here can warn so
-            category = operator.attrgetter(name)(sys.modules[home])
-            warnings.filterwarnings(action, message, category, module, line, append=True)
+@final
+class _Filters:
+    """The filters of `warnings` that this process was given."""
+
+    def __init__(self) -> None:
+        self._plain = ""
+        self._missing: list[str] = []  # modules of categories that are not loaded: so far nothing can warn so
+
+    def set(self, plain: str) -> None:
+        """Takes those of another process, if they are others or more of them can be taken than before."""
+        if plain == self._plain and not any(home in sys.modules for home in self._missing):
+            return
+        wanted = json.loads(plain)
+        warnings.resetwarnings()
+        for action, message, home, name, module, line in wanted:
+            category = _category(home, name)
+            if category is not None:
+                warnings.filterwarnings(action, message, category, module, line, append=True)
+        self._plain, self._missing = plain, [each[2] for each in wanted if each[2] not in sys.modules]
+
+
+_filters: Final = _Filters()
+
+
+def _category(home: str, name: str) -> type[Warning] | None:
+    """A category of warnings by its name; `None` where this process does not have it."""
+    try:
+        return operator.attrgetter(name)(sys.modules[home])  # type: ignore[no-any-return]
+    except (KeyError, AttributeError):
+        return None

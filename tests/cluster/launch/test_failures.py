@@ -44,7 +44,11 @@ def test_line_of_another_stream_within_a_traceback_is_not_the_cause() -> None:
     (start,) = (number for number, line in enumerate(lines) if line.startswith("  File") and "line 10" in line)
     failure = explain("worker/1", 1, "\n".join([*lines[:start], "[1]", *lines[start:]]), at=0.0)
     assert failure.cause == "RuntimeError: cannot train"
-    assert explain("worker/1", 1, "Traceback (most recent call last):\n  File\n<odd>", at=0.0).cause == "<odd>"
+    for other in ("loss: 0.3", "Done", "INFO:root:saved"):
+        failure = explain("worker/1", 1, "\n".join([*lines[:last], other, *lines[last:]]), at=0.0)
+        assert failure.cause == "RuntimeError: cannot train"
+    for own in ("<odd>", "Überlauf: zu viel", "train.Stopped"):
+        assert explain("worker/1", 1, f"Traceback (most recent call last):\n  File\n{own}", at=0.0).cause == own
 
 
 @pytest.mark.parametrize("code", [7, -signal.SIGKILL, -signal.SIGTERM])

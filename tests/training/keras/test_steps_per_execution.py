@@ -70,7 +70,7 @@ def own_step(**options: Any) -> Any:
     return compiled(Twice(), **options)
 
 
-def outcome(make: Callable[..., Any], strategy: sg.Strategy, steps_per_execution: int) -> tuple[Any, Recorder]:
+def outcome(make: Callable[..., Any], strategy: sg.Strategy, steps_per_execution: Any) -> tuple[Any, Recorder]:
     """All that fit, evaluate and predict come to; 7 batches, the last of which has 2 rows."""
     model = build(lambda: make(steps_per_execution=steps_per_execution), strategy)
     recorder = Recorder()
@@ -90,7 +90,7 @@ def _values(variables: Any) -> list[Any]:
 @pytest.mark.parametrize("make", [eventful, own_step])
 def test_all_is_as_with_one_step_at_a_time(each: sg.Strategy, make: Callable[..., Any]) -> None:
     expected, single = outcome(make, each, 1)
-    got, recorder = outcome(make, each, 3)
+    got, recorder = outcome(make, each, np.int64(3))  # numbers of numpy are numbers
     assert got == expected
     epoch = [("begin", 0), ("end", 2), ("begin", 3), ("end", 5), ("begin", 6), ("end", 8)]
     assert recorder.seen == epoch * 2

@@ -16,7 +16,12 @@ _BEGINNING = re.compile(
     r"(^  \+ Exception Group |(?<!\| )(?<!Group ))(Traceback \(most recent call last\)|Fatal Python error):"
 )
 _IN_GROUP = "  | "
-_ERROR = re.compile(r"[A-Za-z_][\w.<>]*(:|$)")
+# What an error's own line begins with: a name as most errors have, else any; `loss: 0.3` may be another stream's.
+_NAMES_OF_ERRORS = (
+    re.compile(r"(?:[^\W\d][\w<>]*\.)*\w*(?:Error|Exception|Warning|Interrupt|Exit|Group|Iteration|Timeout)(?::|$)"),
+    re.compile(r"[^\W\d][\w.<>]*(?::|$)"),
+    re.compile(""),
+)
 _CHAINS = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
@@ -154,7 +159,8 @@ def _last_error(traceback: list[str]) -> str:
         return traceback[last]
     body = [line.removeprefix(_IN_GROUP) for line in traceback[last + 1 :]]
     outside = [line for line in body if line and not line[0].isspace()]
-    return next((line for line in outside if _ERROR.match(line)), (outside or traceback[last:])[0])
+    found = (line for names in _NAMES_OF_ERRORS for line in outside if names.match(line))
+    return next(found, traceback[last])
 
 
 def _signal_name(number: int) -> str:

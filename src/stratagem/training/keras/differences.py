@@ -3,6 +3,7 @@
 The first is an error, the second one warning; both as early as `compile`.
 """
 
+import numbers
 from typing import Any
 
 import keras
@@ -23,7 +24,9 @@ def refuse(model: Any, strategy: Strategy) -> None:
     Raises:
         StrategyError: The model has a state for each row of a batch, or no number of steps for each execution.
     """
-    require_count(steps_per_execution=model.steps_per_execution)
+    steps = model.steps_per_execution
+    is_other_integer = isinstance(steps, numbers.Integral) and not isinstance(steps, bool)
+    require_count(steps_per_execution=int(steps) if is_other_integer else steps)
     number = strategy.num_replicas_in_sync
     stateful = [each.name for each in model._flatten_layers() if isinstance(each, keras.layers.RNN) and each.stateful]
     if stateful and number > 1:
