@@ -115,6 +115,66 @@ def test_replica_killed_in_an_update_says_that_parameters_may_be_of_two_steps(st
         strategy.run(os.getpid)
 
 
+@pytest.mark.parametrize("who", [0, 1, None])
+@pytest.mark.parametrize("num_steps", [None, 2])
+def test_step_that_fails_after_its_update_has_the_state_after_it_and_nothing_is_torn(
+    strategy: sg.MirroredStrategy, who: int | None, num_steps: int | None
+) -> None:
+    model, step = build(strategy)
+
+    def fail(x: torch.Tensor, fails: bool) -> None:
+        step(x)
+        if fails and who in (None, sg.get_replica_context().replica_id_in_sync_group):  # type: ignore[union-attr]
+            raise ValueError("after the update")
+
+    x = torch.ones(3, 4)
+    strategy.run(fail, args=(x, False))
+    before = weights(model)
+    with pytest.raises(ValueError, match="after the update") as caught:
+        strategy.run(fail, args=(x, True), num_steps=num_steps)
+    assert losses.TORN not in getattr(caught.value, "__notes__", ())
+    after = weights(model)
+    assert not any(map(torch.equal, after, before))
+    found = strategy.local_results(strategy.run(lambda: [each.detach().clone() for each in model.parameters()]))
+    for replica in found:
+        assert all(map(torch.equal, replica, after))
+
+
+def test_gradients_are_those_of_before_when_a_pass_has_failed_in_another_replica(strategy: sg.MirroredStrategy) -> None:
+    model, _ = build(strategy)
+
+    def accumulate(x: torch.Tensor, fails: bool) -> None:
+        if fails and sg.get_replica_context().replica_id_in_sync_group == 1:  # type: ignore[union-attr]
+            raise ValueError("before the pass")
+        model(x).sum().backward()
+
+    def gradients() -> list[torch.Tensor]:
+        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+    x = torch.ones(3, 4)
+    strategy.run(accumulate, args=(x, False))
+    once = gradients()
+    with pytest.raises(ValueError, match="before the pass"):
+        strategy.run(accumulate, args=(x, True))
+    assert all(map(torch.equal, gradients(), once))
+    strategy.run(accumulate, args=(x, False))
+    assert len(once) == len(list(model.parameters()))
+    for now, each in zip(gradients(), once, strict=True):
+        torch.testing.assert_close(now, 2 * each)
+
+
+def test_ctrl_c_leaves_the_gradient_mode_as_it_was(strategy: sg.MirroredStrategy) -> None:
+    def interrupted() -> None:
+        torch.set_grad_enabled(False)  # as inside `no_grad`, when Ctrl-C comes at its end
+        if sg.get_replica_context().replica_id_in_sync_group == 0:  # type: ignore[union-attr]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        strategy.run(interrupted)
+    assert torch.is_grad_enabled()
+    assert set(strategy.local_results(strategy.run(torch.is_grad_enabled))) == {True}
+
+
 def test_crashed_replica_is_named_with_its_signal(strategy: sg.MirroredStrategy) -> None:
     _, step = build(strategy)
 

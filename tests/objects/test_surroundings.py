@@ -94,6 +94,7 @@ SURROUNDINGS: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Any
         lambda: set_for_all(functools.partial(setattr, sys, "argv"), ["train.py", "--epochs=2"], sys.argv),
         lambda: list(sys.argv),
     ),
+    "recursion": (lambda: set_for_all(sys.setrecursionlimit, 5000, sys.getrecursionlimit()), sys.getrecursionlimit),
     "folder": (lambda: contextlib.chdir("/"), os.getcwd),
 }
 

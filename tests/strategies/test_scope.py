@@ -275,3 +275,15 @@ def test_optimizer_that_was_given_another_class_is_refused(four_cpus: None) -> N
         optimizer.__class__ = Other
         with pytest.raises(StrategyError, match=r"SGD has been given another class, .*Other.*load_state_dict"):
             strategy.run(int)
+
+
+def test_replicas_connect_by_torch_whatever_the_default_dtype_is(four_cpus: None) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with sg.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops="torch") as strategy:
+            with strategy.scope():
+                model = nn.Linear(2, 1)
+            strategy.run(lambda: model(torch.ones(2)).sum().backward())
+            assert all(each.grad is not None and each.grad.dtype == torch.float64 for each in model.parameters())
+    finally:
+        torch.set_default_dtype(torch.float32)

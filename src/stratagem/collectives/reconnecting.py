@@ -62,7 +62,7 @@ class TorchLink:
         try:
             collective.start()
             # The first sum is what connects NCCL, which waits for all; now all are sure to come.
-            collective.start_all_reduce(torch.zeros(1, device=self._device)).wait()
+            collective.start_all_reduce(torch.zeros(1, dtype=torch.float32, device=self._device)).wait()
             if talk is not None:
                 talk.start()
         except BaseException:

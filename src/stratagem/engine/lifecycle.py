@@ -184,7 +184,10 @@ class Driver(Receivers, ABC):
     def end(self, cause: BaseException | None = None) -> None:
         """Ends the processes at once; nothing can be run any more."""
         because = "" if cause is None else f" because {in_words(cause)}"
-        because = " by Ctrl-C" if isinstance(cause, KeyboardInterrupt) else because
+        if isinstance(cause, KeyboardInterrupt):
+            because = " by Ctrl-C"
+            if self.closed_at is None:
+                cause.add_note(f"{self._name} was closed, since its replicas were not between two runs; make a new one")
         self.closed_at = self.closed_at or calling_line() + because
         _open.discard(self)
         self._ending.detach()

@@ -432,6 +432,7 @@ class LocalReplicas(Driver):
             self.end(fatal.error)
             raise fatal.error from None
         except BaseException as error:
+            torch.set_grad_enabled(call.surroundings.grad)  # Ctrl-C may come just before a block puts it back
             self._note_torn(own, error)
             self._abort(own)  # also if it came before the function began
             return error, []

@@ -45,7 +45,8 @@ from stratagem.variables.slices import SplitUpdate
 # After so many runs with new objects optimizers have made their state; until then freed memory is given back, so
 # that only what a step really needs is kept from then on (`processes.allocator`).
 _NUM_EARLY_RUNS = 2
-_UPDATING_FLAG = 7
+_UPDATE_FLAG = 7
+_UPDATES, _HAS_UPDATED = 1, 2  # what it says of an update that all have come to: 0 before it and after it
 _UNSUMMED_FLAG = 10  # and the next: by turns, since a replica may be one update ahead
 _STEP_FLAG = 12  # and the next, likewise: what each replica tells between two steps of a call
 _UNSETTLED, _SKIPPED, _UPDATED = 1, 2, 4  # the parts of that
@@ -411,7 +412,7 @@ class Replica:
         """From the batch to the state after the update: load, compute, agree."""
         self._begin_step(step)
         self._depth, self._syncing, self._given_weight = 0, step.sums, None
-        self.signals.put_flag(_UPDATING_FLAG, 0)
+        self.signals.put_flag(_UPDATE_FLAG, 0)
         self.stepped = self.updated = self._has_summed = False
         self._skipped, self._num_updates = [], 0  # a failed call may have ended before an update in some
         held = buffers.held_by(self.distributed())
@@ -592,23 +593,34 @@ class Replica:
 
     def begin_split(self, parameters: list[torch.Tensor], *, checked: bool) -> bool:
         """Waits until all replicas have come to an update; whether to make it."""
+        self.signals.put_flag(_UPDATE_FLAG, _UPDATES)
         flag = self._tell_unsummed(not self.copies.ledger.are_summed(parameters))
-        has_met = self.copies.publish_written()
+        try:
+            has_met = self.copies.publish_written()
+        except StrategyError:  # all say the same, and none has begun
+            self.signals.put_flag(_UPDATE_FLAG, 0)
+            raise
         if not has_met and self.recipe.sync.sums_gradients:
             self.signals.barrier()
         may_update = self._judge_update(parameters, flag, checked=checked)
-        self.signals.put_flag(_UPDATING_FLAG, int(may_update))
+        if not may_update:
+            self.signals.put_flag(_UPDATE_FLAG, _HAS_UPDATED)
         return may_update
 
     def end_split(self) -> None:
         """Waits until all have made their parts of an update."""
+        self.signals.put_flag(_UPDATE_FLAG, _HAS_UPDATED)
         self.signals.barrier()
-        self.signals.put_flag(_UPDATING_FLAG, 0)
+        self.signals.put_flag(_UPDATE_FLAG, 0)
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether a call ended while replicas updated parameters, so that some may be of the step and some not."""
-        return any(self.signals.flags(_UPDATING_FLAG))
+        """Whether a call may have ended while replicas updated parameters, so that some are of the step and some not.
+
+        One that is not in the update has not come to it, so that none has begun, or has left it, so that all are done.
+        """
+        flags = self.signals.flags(_UPDATE_FLAG)
+        return _UPDATES in flags and 0 not in flags
 
     def _take_skipped(self) -> list[tuple[int, str]]:
         """The replicas and parameters whose gradients made this step skip an update."""

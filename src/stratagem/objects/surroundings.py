@@ -124,6 +124,7 @@ _SETTINGS: Final = (
     _Setting(_torch.kernel_choice.precision_of_products, _torch.kernel_choice.set_precision_of_products),
     _Setting(_torch.kernel_choice.choice_of_kernels, _torch.kernel_choice.set_choice_of_kernels),
     _Setting(_arguments, _set_arguments),
+    _Setting(sys.getrecursionlimit, sys.setrecursionlimit),
     _Setting(_folder, _enter_folder),
     _Setting(resolution.is_soft, resolution.set_soft),
     _Setting(log.is_printing, lambda prints: log.set_printing(prints, mapping=False)),

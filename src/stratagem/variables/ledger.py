@@ -243,6 +243,16 @@ class Ledger:
         if not self._counts:
             with torch.no_grad():
                 self._show_hidden()
+        try:
+            self._sum_with_graph(hooks)
+        except BaseException:  # as in `_sum`
+            self.abandon_pass()
+            raise
+        self._set_aside, self._hidden = {}, {}
+        if hooks:
+            self._call_hooks_after(hooks)
+
+    def _sum_with_graph(self, hooks: Mapping[int, "_torch.gradient_hooks.TensorHooks"]) -> None:
         own = dict(self.parameters())
         rows = gather_numbers(self._replica.collective, [_has_gradient(own.get(name)) for name in self._parameters])
         for name, is_there in zip(self._parameters, rows.amax(dim=0).tolist(), strict=True):
@@ -259,9 +269,6 @@ class Ledger:
                 self._note_global({name: parameter.grad})
             elif before is not None:
                 parameter.grad = before
-        self._set_aside, self._hidden = {}, {}
-        if hooks:
-            self._call_hooks_after(hooks)
 
     def abandon_pass(self) -> None:
         """Puts gradients back after a pass that has failed."""
@@ -294,10 +301,14 @@ class Ledger:
         own = dict(self.parameters())
         gradients = {name: gradient for name, gradient in _gradients_of(own).items() if gradient is not None}
         gradients |= transport.taken()
-        present, all_finite, any_sparse = transport.sum(gradients)
-        if self._replica.recipe.unused == "error":
-            self._refuse_unused(gradients)
-        totals = self._sum_sparse(gradients, present) if any_sparse else {}
+        try:
+            present, all_finite, any_sparse = transport.sum(gradients)
+            if self._replica.recipe.unused == "error":
+                self._refuse_unused(gradients)
+            totals = self._sum_sparse(gradients, present) if any_sparse else {}
+        except BaseException:  # another replica has failed: here, too, the gradients are those of before
+            self.abandon_pass()
+            raise
         all_finite = all_finite and all(map(sparse.is_finite, totals.values()))
         if not all_finite:
             self._find_culprits(gradients)
