@@ -14,13 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 import stratagem as sg
 from stratagem.errors import StratagemWarning
-from tests.contracts.strategies_under_test import CONNECTED, ONE_PROGRAM, PRIVATE, ROWS, WORKERS, opened
+from tests.contracts.strategies_under_test import CONNECTED, ONE_PROGRAM, PRIVATE, ROWS, SELDOM, WORKERS, opened
 from tests.steps import plain_step
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-@pytest.fixture(scope="module", params=list(ROWS))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.soak if name in SELDOM else ()) for name in ROWS],
+)
 def strategy(
     request: pytest.FixtureRequest, four_cpus: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[sg.Strategy]:

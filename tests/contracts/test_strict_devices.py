@@ -37,7 +37,7 @@ _CHOSEN = [
         pytest.param("test_strategies.py", row, marks=[pytest.mark.soak] if row in _SELDOM else [])
         for row in STRICT_ROWS
     ),
-    ("test_exchange_dtype.py", "strict bf16: mirrored 2"),
+    pytest.param("test_exchange_dtype.py", "strict bf16: mirrored 2", marks=pytest.mark.soak),
     pytest.param("test_exchange_dtype.py", "strict bf16: 2 workers of 1", marks=pytest.mark.soak),
     ("test_collectives.py", "3 strict GPUs"),
     ("test_keras.py", "strict mirrored 2"),
@@ -45,10 +45,10 @@ _CHOSEN = [
     ("../placement", "scopes"),
     # Programs as others write them; how data comes to replicas is among them.
     ("../foreign/test_torch_gradients.py", "strict mirrored 2"),
-    ("../foreign/test_torch_data.py", "strict mirrored 2"),
     *(
         pytest.param(f"../foreign/{suite}", row, marks=pytest.mark.soak)
         for row, suite in (
+            ("strict mirrored 2", "test_torch_data.py"),
             ("strict mirrored 2", "test_torch_ddp.py"),
             ("strict mirrored 2", "test_torch_state.py"),
             ("strict one device", "test_torch_gradients.py"),
